@@ -178,6 +178,7 @@ FORGED = {
     "an unknown kind": {"value": {"exec": "1"}},
     "two kinds": {"value": {"int": "7", "float": "7"}},
     "not a number": {"value": {"int": "seven"}},
+    "a fraction of a hundred million digits": {"value": {"Fraction": "1e99999999"}},
     "an exception beside the list": {"error": ["StopIteration", "x"]},
     "an exception by a path": {"error": ["__import__", "os"]},
     "an error without a message": {"error": []},

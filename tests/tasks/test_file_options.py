@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.tasks import make_task
+from shoal.tasks.code_files import ALLOWED
 from shoal.tasks.datasets.data_set import listed_row
 from shoal.tasks.datasets.file_options import file_digests, keep_files, with_files_from, without_digests
+from shoal.tasks.registry import pin_task
 from shoal.wire.run_spec import TaskSpec
 
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
@@ -48,6 +50,32 @@ def test_a_file_can_be_pinned_by_its_digest(tmp_path: Path) -> None:
         make_task(TaskSpec(name="gsm8k", options={"path_sha256": digest}))
 
 
+OWN_TASK = """
+from shoal.tasks.task import RIGHT, WRONG, Problem
+
+class Doubled:
+    chat = True
+
+    def problem(self, split, seed):
+        return Problem(f"Double {seed}.", "unknown", check=str(2 * seed), messages=(("system", "Be brief."),))
+
+    def reward(self, problem, text, num_tokens):
+        return RIGHT if int(text) == int(problem.check) else WRONG
+"""
+
+
+def test_listed_problems_keep_what_their_task_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    monkeypatch.setenv(ALLOWED, str(tmp_path / "own.py"))
+    spec = pin_task(TaskSpec(name=f"{tmp_path / 'own.py'}:Doubled"))
+    task = make_task(spec)
+    path = tmp_path / "listed.jsonl"
+    path.write_text("".join(json.dumps(listed_row(task.problem("train", n), spec)) + "\n" for n in (3, 4)))
+    listed = make_task(TaskSpec(name="listed", options={"path": str(path)}))
+    assert [listed.problem("train", n) for n in (0, 1)] == [task.problem("train", n) for n in (3, 4)]
+    assert listed.reward(listed.problem("train", 1), "8", 1).value == 1.0
+
+
 def test_listed_problems_are_graded_by_their_task(tmp_path: Path) -> None:
     spec = TaskSpec(name="sort", options={"length": 3})
     task = make_task(spec)
@@ -62,6 +90,10 @@ def test_listed_problems_are_graded_by_their_task(tmp_path: Path) -> None:
         (json.dumps({"prompt": "1", "answer": "1", "task": {"name": "listed"}}), "by another list"),
         (json.dumps({"prompt": "1", "answer": "1"}), "row 1: expected prompt, answer and the same task"),
         (json.dumps({"prompt": "1", "answer": "1", "task": {"nam": "add"}}), "row 1: the task is invalid"),
+        (
+            json.dumps({"prompt": "1", "answer": "1", "task": {"name": "add"}, "x": 1}),
+            "row 1: expected prompt",
+        ),
         ("", "has no rows"),
     ):
         path = tmp_path / f"{len(message)}.jsonl"

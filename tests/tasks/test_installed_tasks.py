@@ -60,4 +60,4 @@ from shoal.wire.run_spec import TaskSpec
 try: make_task(TaskSpec(name="reverse"))
 except ValueError as error: print(error)
 """
-    assert "unknown task 'reverse'; known: ['add'" in run(tmp_path, code)
+    assert "unknown task 'reverse'; known: add" in run(tmp_path, code)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.tasks import Outcome, Problem, Task, make_task
+from shoal.tasks.datasets import data_set
 from shoal.tasks.datasets.genesys import grade_genesys, read_genesys
 from shoal.wire.run_spec import TaskSpec
 
@@ -50,6 +51,8 @@ METHOD = "class Solution:\n    def twoSum(self, nums: List[int], target: int) ->
         (SUM, block("print(sum(map(int, input().split())))", label=""), R),
         (SUM, block("print(3)"), W),
         (SUM, block("print(sum(map(int, input().split())))", label="text"), U),
+        (SUM, block("print(sum(map(int, input().split())))", label="Python3"), R),
+        (SUM, block("print(sum(map(int, input().split())))\nexit()\nprint(1)"), R),
         (TWO_SUM, block(METHOD), R),
         (TWO_SUM, block("from __future__ import annotations\n" + METHOD), R),
         (TWO_SUM, block(METHOD.replace("Solution", "Other")), R),
@@ -80,6 +83,60 @@ def test_a_printed_value_may_be_compared_as_text() -> None:
     rows = row("verifiable_code", {"language": "python", "test_cases": cases})
     assert grade(rows, block("def is_even(n): return n % 2 == 0")) is R
     assert grade(rows, block("def is_even(n): return n % 2 == 1")) is W
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "program", "outcome"),
+    [
+        ([1, 2], "(1, 2)", "def f(a, b): return a, b", R),
+        ([1, 2], (1, 2), "def f(a, b): return a, b", R),
+        ([1, 2], "(2, 1)", "def f(a, b): return a, b", W),
+        ((1, 2), 3, "def f(a, b): return a + b", R),
+        ("[1, 2]", "3", "def f(a, b): return a + b", R),
+        ("[1, None]", "2", "def f(*all): return len(all)", R),
+        (["[1, 2]"], "6", "def f(text): return len(text)", R),
+        ("[a", "2", "def f(text): return len(text)", R),
+    ],
+)
+def test_arguments_and_values_of_calls_as_genesys_has_them(
+    given: Any, wanted: Any, program: str, outcome: Outcome
+) -> None:
+    case = {"type": "function_call", "fn_name": "f", "input": given, "output": wanted}
+    rows = row("verifiable_code", {})
+    # As in SYNTHETIC-1: the text of a Python literal.
+    rows["verification_info"] = str({"language": "python", "test_cases": [case]})
+    assert grade(rows, block(program)) is outcome
+
+
+@pytest.mark.parametrize(
+    ("kind", "info", "text"),
+    [
+        (
+            "verifiable_math",
+            {"ground_truth": "it's \\frac{1}{2}", "none": None},
+            "\\boxed{it's \\frac{1}{2}}",
+        ),
+        ("code_output_prediction", {"ground_truth": "it's"}, '{"output": "it\'s"}'),
+        ("verifiable_code_understanding", {"ground_truth": "7"}, '{"output": "7"}'),
+    ],
+)
+def test_verification_info_may_be_a_python_literal(kind: str, info: dict[str, Any], text: str) -> None:
+    rows = row(kind, {}) | {"verification_info": str(info)}
+    with pytest.raises(ValueError):
+        json.loads(rows["verification_info"])
+    assert grade(rows, text) is R
+    assert grade(rows, "no answer") is U
+
+
+def test_a_text_that_is_neither_json_nor_a_literal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("{'ground_truth': 1", "{'ground_truth': f()}", "{[]: 1}", "nan"):
+        with pytest.raises(
+            ValueError, match=r"verification_info is not JSON \(.*\) and not a Python literal"
+        ):
+            read_genesys(row("verifiable_math", {}) | {"verification_info": text}, "chat")
+    monkeypatch.setattr(data_set, "MAX_LITERAL_CHARS", 10)
+    with pytest.raises(ValueError, match="with 19 characters too long to be read as a Python literal"):
+        read_genesys(row("verifiable_math", {}) | {"verification_info": "{'ground_truth': 1}"}, "chat")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +191,13 @@ def test_unusable_rows_say_why(rows: dict[str, Any], message: str) -> None:
         read_genesys(rows, "chat")
 
 
+def test_a_row_without_a_question_names_the_documented_field() -> None:
+    rows = row("verifiable_math", {"ground_truth": "1"})
+    with pytest.raises(KeyError, match="prompt"):
+        read_genesys({name: value for name, value in rows.items() if name != "prompt"}, "chat")
+    assert read_genesys(rows | {"prompt": None, "problem": "Why?"}, "chat").prompt == "Why?"
+
+
 def many(count: int, **fields: Any) -> list[dict[str, Any]]:
     return [
         row("verifiable_math", {"ground_truth": str(number)}, prompt=f"What is {number}?") | fields
@@ -157,7 +221,8 @@ def test_few_unusable_rows_are_skipped_and_many_are_an_error(tmp_path: Path) -> 
     task = make(path)
     assert task.size("train") + task.size("eval") == 99
     assert task.indices["path"].bad == {
-        7: "task_type 'llm_judgeable_groundtruth_similarity' needs a model as judge"
+        7: "task_type 'llm_judgeable_groundtruth_similarity' needs a model as judge; use the task 'judge' for "
+        "these rows"
     }
     with pytest.raises(
         ValueError, match=r"rows.jsonl, row 7: .* 1 of 100 rows are unusable, .* max_bad_share"

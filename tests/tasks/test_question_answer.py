@@ -109,7 +109,10 @@ def test_the_held_out_share_is_seeded(tmp_path: Path) -> None:
         ({"grader": "regex", "pattern": "("}, "correct the regular expression"),
         ({"template": "Go"}, "must contain {question}"),
         ({"eval_share": 1}, "eval_share=1 must be above 0 and below 1"),
-        ({"question": "prompt"}, "row 1: no field 'prompt'"),
+        (
+            {"question": "prompt"},
+            "row 1: no column 'prompt'; name the column with the question: question = ",
+        ),
         ({"grader": "number"}, "row 1: the answer 'x' is not a number"),
         ({"grader": "choice", "answer": "long"}, "row 1: the answer 'word' is not a letter"),
     ],
@@ -208,3 +211,29 @@ def test_workers_load_no_task() -> None:
     modules = [path for path in rollout.rglob("*.py") if "adversary" not in path.parts]
     assert len(modules) > 10
     assert [path.name for path in modules if "shoal.tasks" in path.read_text()] == []
+
+
+def test_a_question_may_be_a_conversation(tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "Capital of France?"},
+    ]
+    path = write_rows(tmp_path, [{"prompt": turns, "answer": "Paris"}])
+    options: dict[str, Any] = {"path": path, "eval_path": path, "question": "prompt"}
+    options["template"] = "{question} One word."
+    problem = make_task(TaskSpec(name="qa", options=options)).problem("eval", 0)
+    assert problem.messages == (("system", "Be terse."),)
+    assert problem.prompt == "Capital of France? One word."
+    answered = [*turns, {"role": "assistant", "content": "Paris"}]
+    for number, bad in enumerate(([], turns[:1], answered, [{"user": "?"}], 7)):
+        (folder := tmp_path / str(number)).mkdir()
+        options["path"] = options["eval_path"] = write_rows(folder, [{"prompt": bad, "answer": "Paris"}])
+        with pytest.raises(ValueError, match="expected a text, or a list of messages"):
+            make_task(TaskSpec(name="qa", options=options)).problem("eval", 0)
+
+
+def test_a_file_of_other_columns_says_how_to_name_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"Frage": f"{n}?", "Antwort": n} for n in range(50)])
+    with pytest.raises(ValueError, match=r'question = "..." of Frage, Antwort') as raised:
+        make_task(TaskSpec(name="qa", options={"path": path})).problem("train", 0)
+    assert "skip_rows" not in str(raised.value), "it would skip every row"

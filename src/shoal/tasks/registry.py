@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from shoal.files import write_bytes_atomically
 from shoal.tasks.code_files import CODE_DIGEST, is_code, load_code, pin_code
@@ -16,8 +17,10 @@ from shoal.tasks.datasets.file_options import Options, checked_options, keep_fil
 from shoal.tasks.datasets.formats import GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
 from shoal.tasks.datasets.genesys import GENESYS
 from shoal.tasks.datasets.hub_files import with_hub_files
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.datasets.question_answer import QuestionAnswer
 from shoal.tasks.datasets.row_index import copy_index
+from shoal.tasks.each_once import EachOnce
 from shoal.tasks.length_budget import with_budgets
 from shoal.tasks.procedural import Add, Count, Largest, Sort
 from shoal.tasks.task import Task
@@ -38,13 +41,23 @@ def _listed(path: str) -> Task:
     return Listed(path=path, make_task=make_task)
 
 
+def _each(task: str, run: str, chunk: int, count: int = 0, seed: int = 0, **options: Any) -> Task:
+    """Poses every problem of another task once, for `shoal data filter` over a swarm."""
+    inner = make_task(TaskSpec(name=task, options=options))
+    if isinstance(inner, JudgedAnswers | EachOnce):
+        raise ValueError(f"each: task {task!r} cannot be filtered over a swarm")
+    return EachOnce(task=inner, run=run, chunk=chunk, count=count, seed=seed)
+
+
 TASKS: dict[str, Factory] = {
     "add": Add,
     "sort": Sort,
     "largest": Largest,
     "count": Count,
     "qa": QuestionAnswer,
+    "judge": JudgedAnswers,
     "listed": _listed,
+    "each": _each,
     **{format.name: _data_set(format) for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)},
 }
 
@@ -67,6 +80,8 @@ def _make(text: str) -> Task:
         task = factory(**options)
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
+    if spec.budgets and isinstance(task, JudgedAnswers):
+        raise ValueError("task 'judge' takes no budgets: its reward is the judge's score; remove them")
     return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
 
 
@@ -78,6 +93,7 @@ def keep_task_files(spec: TaskSpec, folder: Path, *, reports: Path) -> TaskSpec:
     """
     spec = pin_task(spec)
     task = find_task(spec.name)(**checked_options(spec)) if spec.name in TASKS else None
+    task = task.task if isinstance(task, EachOnce) else task
     kept = keep_files(spec, folder)
     if not isinstance(task, DataSet) or task.path.startswith("sha256:"):
         return kept
@@ -135,7 +151,10 @@ def find_task(name: str, digest: str = "") -> Factory:
         return code
     found = entry_points(group=ENTRY_POINTS)
     if name not in found.names:
-        raise ValueError(f"unknown task {name!r}; known: {sorted(TASKS.keys() | found.names)}")
+        known = sorted(TASKS.keys() | found.names)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" did you mean {close[0]}?" if close else ""
+        raise ValueError(f"unknown task {name!r};{hint} known: {', '.join(known)}")
     try:
         factory: Factory = found[name].load()
     except (ImportError, AttributeError) as error:

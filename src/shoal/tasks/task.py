@@ -113,7 +113,8 @@ def reply_of(text: str) -> str:
 def vote_key(text: str) -> str:
     """Returns what an answer says, for counting votes: its last box, or the last number or the whole of its last line."""
     reply = reply_of(text)
-    boxes = _BOX.findall(reply)
+    # Without what follows the last brace, since each box that is never closed would be searched to the end of the text.
+    boxes = _BOX.findall(reply[: reply.rfind("}") + 1])
     if boxes:
         return "".join(boxes[-1].split())
     lines = [line.strip() for line in reply.splitlines() if line.strip()]

@@ -3,11 +3,14 @@
 import functools
 import math
 import sys
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
+from shoal.tasks.grading.program_grader import readable_data_file
 from shoal.tasks.task import THOUGHT_END, CannotGrade, Outcome, Problem, Reward, Split, Task
 from shoal.wire.lease import Message
 from shoal.wire.run_spec import TaskSpec
@@ -16,7 +19,11 @@ USUAL_REWARD = 10.0
 """Rewards beyond this are reported: tasks give 0 to 1, and plots and `expect_gain` assume such numbers."""
 WRONG_ANSWERS = ("", "?")
 """Answers that are wrong for nearly every task; a reward must be able to grade them."""
-TRIED_SEEDS = (0, 1, 2)
+GRADED_SEEDS = range(3)
+POSED_SEEDS = range(16)
+"""Seeds whose problems are posed twice: a task may be random in some of its problems only."""
+SLOW_S = 0.2
+"""Seconds for one answer beyond which a grader is reported: a step has hundreds of answers."""
 
 _OURS = Path(__file__).parent.parent
 
@@ -29,6 +36,10 @@ class TaskError(ValueError):
         self.trace = trace
 
 
+class UnseededProblem(TaskError):
+    """A problem differs when it is posed twice."""
+
+
 def pose_problem(task: Task, split: Split, seed: int) -> Problem:
     """Returns the problem of a seed. Raises TaskError with file and line if the task's code fails."""
     try:
@@ -38,6 +49,17 @@ def pose_problem(task: Task, split: Split, seed: int) -> Problem:
     if not isinstance(problem, Problem):
         raise TaskError(
             f"task {_name(task)}: problem() returned {problem!r}; return shoal.tasks.Problem(prompt, answer)"
+        )
+    return problem
+
+
+def pose_twice(task: Task, split: Split, seed: int) -> Problem:
+    """Returns the problem of a seed. Raises UnseededProblem if posing it a second time gives another one."""
+    problem, again = (pose_problem(task, split, seed) for _ in range(2))
+    if problem != again:
+        raise UnseededProblem(
+            f"task {_name(task)}: problem({split!r}, {seed}) gave {problem.prompt[:80]!r} and then {again.prompt[:80]!r}; "
+            "it must depend on the seed only: use shoal.tasks.problem_rng(seed, 0) instead of random"
         )
     return problem
 
@@ -68,7 +90,10 @@ def conversation_before(task: Task, spec: TaskSpec, problem: Problem) -> tuple[M
 
 
 def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int, *, thinks: bool = False) -> Reward:
-    """Returns the reward of an answer. Raises TaskError if the task's code fails or its value is not a finite number.
+    """Returns the reward of an answer.
+
+    Raises TaskError if the task's code fails or its value is not a finite number, and CannotGrade if the system fails (no memory
+    or process left, a file that cannot be read). Any other exception would end a validator that grades a stranger's answer.
 
     With `thinks`, the model's chat template makes it think first: only what follows the thought is graded, and an answer that never
     closes its thought earns nothing. Otherwise it would pay to be cut off with a guess in the thought.
@@ -82,8 +107,11 @@ def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int, *, th
         reward = task.reward(problem, text, num_tokens)
     except CannotGrade:
         raise
-    except Exception as error:
-        raise _explained(task, "reward()", error) from error
+    except OSError as error:
+        raise CannotGrade(f"task {_name(task)}: reward() raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        explained = _explained(task, "reward()", error)
+        raise explained if isinstance(explained, TaskError) else TaskError(str(explained)) from error
     if not isinstance(reward, Reward):
         raise TaskError(
             f"task {_name(task)}: reward() returned {reward!r}; return shoal.tasks.Reward(value, Outcome.RIGHT or .WRONG)"
@@ -99,21 +127,32 @@ def try_task(task: Task) -> list[str]:
     """Poses problems twice and grades a right and two wrong answers. Returns warnings; raises TaskError for what cannot work."""
     values: list[float] = []
     warnings: list[str] = []
-    for seed in TRIED_SEEDS:
-        problem, again = (pose_problem(task, "train", seed) for _ in range(2))
-        if problem != again:
-            raise TaskError(
-                f"task {_name(task)}: problem('train', {seed}) gave {problem.prompt[:80]!r} and then {again.prompt[:80]!r}; "
-                "it must depend on the seed only: use shoal.tasks.problem_rng(seed, 0) instead of random"
-            )
+    problems = [pose_twice(task, "train", seed) for seed in POSED_SEEDS]
+    grade_s: list[float] = []
+    if isinstance(task, JudgedAnswers):
+        return []  # its answers are graded by a model, which not every machine has
+    for seed in GRADED_SEEDS:
+        problem, began_s = problems[seed], time.perf_counter()
         right = grade_answer(task, problem, problem.answer, max(1, len(problem.answer) // 4))
         wrong = [grade_answer(task, problem, text, 1) for text in WRONG_ANSWERS]
+        grade_s.append((time.perf_counter() - began_s) / (1 + len(wrong)))
         values += [right.value, *(one.value for one in wrong)]
         if not warnings and right.value <= max(one.value for one in wrong) and problem.budget is None:
             warnings.append(
                 f"task {_name(task)}: reward() gives the right answer {problem.answer[:60]!r} {right.value:g}, no more than a "
                 "wrong one; compare reward() with the answers that problem() returns"
             )
+    if min(grade_s) > SLOW_S:  # the first answers may wait for a child process that is started once
+        warnings.append(
+            f"task {_name(task)}: reward() takes {min(grade_s):.1f} s for an answer, and validators grade every answer of a run; "
+            "make it faster, or use more validators (local.validators) and fewer samples_per_prompt"
+        )
+    paths = [path for name in ("path", "eval_path") if (path := getattr(task, name, ""))]
+    if found := next(filter(None, (readable_data_file(problem, paths) for problem in problems)), ""):
+        warnings.append(
+            f"task {_name(task)}: every user of this machine can read {found}, and so can the programs that its tests grade, at "
+            f"sandbox level user; close it (chmod o-rwx {found}) or install bubblewrap"
+        )
     largest = max(values, key=abs)
     if abs(largest) > USUAL_REWARD:
         warnings.append(
@@ -130,7 +169,7 @@ def print_trace(trace: str) -> None:
         sys.stderr.flush()
 
 
-def _explained(task: Task, call: str, error: Exception) -> Exception:
+def _explained(task: Task, call: str, error: Exception | SystemExit) -> Exception | SystemExit:
     """Returns the error to raise: Shoal's own sentences unchanged, everything else as a TaskError with its place."""
     frames = traceback.extract_tb(_below_this_module(error.__traceback__))
     if isinstance(error, TaskError | OSError) or (

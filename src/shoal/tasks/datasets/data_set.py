@@ -8,6 +8,7 @@ are not trained on, even if they are written with other spaces, case or typesett
 too many.
 """
 
+import ast
 import json
 import re
 from collections import Counter
@@ -28,6 +29,8 @@ Style = Literal["chat", "direct", "bare"]
 
 SHOWN = 20
 """Maximum number of bad rows that an error lists."""
+MAX_LITERAL_CHARS = 2 << 20
+"""Longest text that is read as a Python literal. Python needs up to 260 bytes of memory for each of its characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,30 @@ class DataSet:
 _DATA_SET_FIELDS = frozenset(one.name for one in fields(DataSet))
 
 
+def object_in(value: Any, field: str) -> dict[str, Any]:
+    """Returns the object in a field: itself, or what `read_value` reads. Raises ValueError for anything else."""
+    value = read_value(value, field) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise ValueError(f"{field} is {type(value).__name__}, expected an object")
+    return value
+
+
+def read_value(text: str, field: str) -> Any:
+    """Returns the value of a text that is JSON or, as in SYNTHETIC-1, a Python literal. Raises ValueError for another."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        not_json = f"{field} is not JSON ({error})"
+    if len(text) > MAX_LITERAL_CHARS:
+        raise ValueError(
+            f"{not_json}, and with {len(text)} characters too long to be read as a Python literal"
+        )
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError):
+        raise ValueError(f"{not_json} and not a Python literal") from None
+
+
 def checks_text(index: RowIndex) -> bytes:
     """Returns the content of a file for `checks_path`: the unusable rows, which another machine could find otherwise."""
     return json.dumps({"unusable_rows": sorted(index.bad)}).encode() + b"\n"
@@ -257,14 +284,18 @@ def _read_checks(path: str) -> frozenset[int]:
 
 def listed_row(problem: Problem, spec: TaskSpec) -> dict[str, Any]:
     """Returns the row of a problem for a file that Listed reads."""
-    return {"prompt": problem.prompt, "answer": problem.answer, "task": spec.model_dump(mode="json")}
+    row = {"prompt": problem.prompt, "answer": problem.answer, "task": spec.model_dump(mode="json")}
+    # Without them the task could not grade an answer, or would ask without the turns before the prompt.
+    row |= {"check": problem.check} if problem.check else {}
+    return row | ({"messages": [list(one) for one in problem.messages]} if problem.messages else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
     """Trains on all problems of `path`. Held-out problems are those of the task that grades them, so the two never overlap.
 
-    Each row has a problem and its task: {"prompt": ..., "answer": ..., "task": {"name": ..., "options": ...}}.
+    Each row has a problem and its task: {"prompt": ..., "answer": ..., "task": {"name": ..., "options": ...}}, and `check` and
+    `messages` if the problem has them.
     The registry passes its own `make_task`.
     """
 
@@ -284,31 +315,38 @@ class Listed:
         return self._task.reward(problem, text, num_tokens)
 
     @cached_property
-    def _rows(self) -> list[tuple[int, dict[str, Any]]]:
-        rows: list[tuple[int, Row]] = []
+    def _rows(self) -> list[dict[str, Any]]:
+        rows: list[Row] = []
         for number, row in read_rows(Path(self.path)):
-            if isinstance(row, str) or set(row) != {"prompt", "answer", "task"}:
+            if (
+                isinstance(row, str)
+                or set(row) - {"check", "messages"} != {"prompt", "answer", "task"}
+                or (rows and row["task"] != rows[0]["task"])
+            ):
                 raise ValueError(
                     f"{self.path}, row {number}: expected prompt, answer and the same task in every row"
                 )
-            rows.append((number, row))
+            rows.append(row)
         if not rows:
             raise ValueError(f"{self.path} has no rows")
-        for number, row in rows:
-            if row["task"] != rows[0][1]["task"]:
-                raise ValueError(
-                    f"{self.path}, row {number}: expected prompt, answer and the same task in every row"
-                )
         return rows
 
     @cached_property
     def _problems(self) -> list[Problem]:
-        return [Problem(row["prompt"], row["answer"]) for _, row in self._rows]
+        return [
+            Problem(
+                row["prompt"],
+                row["answer"],
+                check=row.get("check", ""),
+                messages=tuple((role, text) for role, text in row.get("messages", ())),
+            )
+            for row in self._rows
+        ]
 
     @cached_property
     def _task(self) -> Task:
         try:
-            spec = TaskSpec.model_validate_json(json.dumps(self._rows[0][1]["task"]))
+            spec = TaskSpec.model_validate_json(json.dumps(self._rows[0]["task"]))
         except ValueError as error:
             raise ValueError(f"{self.path}, row 1: the task is invalid: {error}") from None
         if spec.budgets:
@@ -322,6 +360,8 @@ class Listed:
 
 def _bad_rows_message(path: str, bad: dict[int, str], num_rows: int, max_share: float) -> str:
     first = min(bad)
+    if len(bad) == num_rows and len(set(bad.values())) == 1:
+        return f"{path}, row {first}: {bad[first]}. No row can be used, for the same reason; correct the options or the file"
     numbers = ",".join(map(str, sorted(bad)[:SHOWN])) + (",..." if len(bad) > SHOWN else "")
     reasons = Counter(re.sub(r"'[^']*'", "'...'", reason)[:60] for reason in bad.values())
     common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))

@@ -1,22 +1,34 @@
 """The options of a task that name files: by path on one machine, by SHA-256 digest between machines.
 
+An option may also name a folder, such as that of a judge model: it is one tar file between machines.
+
 The coordinator copies the files to names that are their digests (`keep_files`), and the public terms of the run contain the
 digests. A trainer, validator or auditor downloads the bytes, checks the digest, and builds the task from its own copy
 (`with_files_from`). Workers do not need the files.
 """
 
 import hashlib
+import io
+import os
 import re
 import shutil
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from shoal.files import write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"
 _NAME = ".name"
+_FOLDER = ".folder"
+_GRADERS = frozenset({"judge_path"})
+"""Options whose files only a grader reads."""
 
 Options = Mapping[str, bool | int | float | str]
 
@@ -32,9 +44,15 @@ def file_digests(spec: TaskSpec) -> list[str]:
     return [match[1] for match in found if match]
 
 
-def run_digests(spec: RunSpec) -> list[str]:
-    """Returns the digests of the files of all tasks of a run, each once."""
-    return list(dict.fromkeys(digest for task in spec.task_specs() for digest in file_digests(task)))
+def run_digests(spec: RunSpec, *, to_grade: bool = True) -> list[str]:
+    """Returns the digests of the files of all tasks of a run, each once; without `to_grade`, those that pose problems."""
+    tasks = [task if to_grade else _without_graders(task) for task in spec.task_specs()]
+    return list(dict.fromkeys(digest for task in tasks for digest in file_digests(task)))
+
+
+def _without_graders(spec: TaskSpec) -> TaskSpec:
+    options = {name: value for name, value in spec.options.items() if name not in _GRADERS}
+    return spec.model_copy(update={"options": options})
 
 
 def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:
@@ -95,8 +113,12 @@ def is_digest_of_file(name: str) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """Returns the SHA-256 digest of a file in hexadecimal."""
+    """Returns the SHA-256 digest of a file, or of the tar file of a folder, in hexadecimal."""
     try:
+        if path.is_dir():
+            hashing = _HashingWriter()
+            _write_tar(path, hashing)
+            return hashing.sha256.hexdigest()
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
@@ -106,8 +128,65 @@ def digest_of(path: Path) -> str:
 def _copy_to_digest(path: Path, folder: Path) -> str:
     digest = digest_of(path)
     if not (folder / digest).exists():
-        with path.open("rb") as source, write_atomically(folder / digest) as copy:
-            shutil.copyfileobj(source, copy)
+        with write_atomically(folder / digest) as copy:
+            if path.is_dir():
+                _write_tar(path, copy)
+            else:
+                with path.open("rb") as source:
+                    shutil.copyfileobj(source, copy)
         # Only the name without its folder: the page shows it.
         write_bytes_atomically(folder / f"{digest}{_NAME}", path.name.encode(), durable=False)
     return digest
+
+
+class _HashingWriter(io.RawIOBase):
+    """Takes bytes as a file does, and keeps only their digest."""
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        self.sha256.update(data)
+        return memoryview(data).nbytes
+
+
+def _write_tar(folder: Path, out: io.RawIOBase | IO[bytes]) -> None:
+    """Writes the files of a folder as a tar file whose bytes depend only on their names and contents.
+
+    Hidden files and folders inside it are left out: a download from the hub has a cache there.
+    """
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.GNU_FORMAT) as tar:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                entry = tarfile.TarInfo(path.name)
+                entry.size = path.stat().st_size
+                with path.open("rb") as file:
+                    tar.addfile(entry, file)
+
+
+def unpacked_folder(path: Path) -> Path:
+    """Returns the folder at `path`, or the folder of the tar file at `path`, which is unpacked beside it at the first call.
+
+    Raises ValueError if the file is not such a tar file.
+    """
+    if path.is_dir():
+        return path
+    folder = path.with_name(path.name + _FOLDER)
+    if folder.is_dir():
+        return folder
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with tarfile.open(path, mode="r:") as tar:
+            tar.extractall(partial, filter="data")
+        partial.rename(folder)
+    except (OSError, tarfile.TarError) as error:
+        if folder.is_dir():  # another process was faster
+            return folder
+        raise ValueError(f"{path} is not the tar file of a folder: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

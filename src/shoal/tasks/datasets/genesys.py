@@ -1,6 +1,6 @@
 """The rows of SYNTHETIC-1 and of the INTELLECT-2 data set: how they become problems, and how answers are graded.
 
-`verification_info` is JSON, as text or as an object. By `task_type`:
+`verification_info` is an object, or its text: JSON in the INTELLECT-2 data set, a Python literal in SYNTHETIC-1. By `task_type`:
 
     verifiable_math         {"ground_truth": "42"}, or a number, or a list of which one must be given; in a \\boxed{}
     verifiable_code         {"language": "python", "test_cases": [
@@ -8,18 +8,20 @@
                                {"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]}
     prime_rl_code           {"test_cases": JSON text of {"inputs": [...], "outputs": [...], "fn_name": "add"}};
                             without fn_name, inputs and outputs are those of a script
-    code_output_prediction  {"ground_truth": "..."}: the field `output` of a JSON object in the answer
+    code_output_prediction  {"ground_truth": "..."}: the field `output` of a JSON object in the answer;
+                            verifiable_code_understanding is an older name of it
 
-`llm_judgeable_groundtruth_similarity` needs a model as judge, and programs in other languages cannot be run: such rows are
-unusable. Other rows are unusable if a field is missing or has another type.
+`llm_judgeable_groundtruth_similarity` needs a model as judge (judged_answers.py), and programs in other languages cannot be run: such
+rows are unusable. Other rows are unusable if a field is missing or has another type.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.datasets.data_set import Format, Row, Style, object_in, read_value
 from shoal.tasks.grading.entry_points import is_reserved
 from shoal.tasks.grading.math_grader import compare_any, find_bad_golds, last_boxed
 from shoal.tasks.grading.program_grader import grade_program, in_block
@@ -49,10 +51,10 @@ def _with_int_keys(value):
         return value
 
 def _equals(given, wanted, wrapped):
-    given = _plain(given)
+    printed, given = str(given).strip(), _plain(given)
     choices = [wanted, wanted[0]] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
     return any(
-        given == one or given == _with_int_keys(one) or (isinstance(one, str) and str(given).strip() == one.strip())
+        given == one or given == _with_int_keys(one) or (isinstance(one, str) and one.strip() in (printed, str(given)))
         for one in choices
     )
 """
@@ -62,18 +64,17 @@ _SETUP_NAMES = frozenset({"_plain", "_with_int_keys", "_equals"})
 
 def read_genesys(row: Row, style: Style) -> Problem:
     """Reads a row; raises KeyError or ValueError if it is unusable."""
-    prompt = row["prompt"] if row.get("prompt") is not None else row["problem"]
+    prompt = next((row[name] for name in ("prompt", "problem") if row.get(name) is not None), None)
+    if prompt is None:
+        raise KeyError("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"prompt is {prompt!r}, expected a text")
     kind = row["task_type"]
     if kind in JUDGED:
-        raise ValueError(f"task_type {kind!r} needs a model as judge")
+        raise ValueError(f"task_type {kind!r} needs a model as judge; use the task 'judge' for these rows")
     if kind not in _READERS:
         raise ValueError(f"task_type {kind!r} cannot be verified; known: {', '.join(_READERS)}")
-    info = row["verification_info"]
-    info = json.loads(info) if isinstance(info, str) else info
-    if not isinstance(info, dict):
-        raise ValueError(f"verification_info is {type(info).__name__}, expected an object")
+    info = object_in(row["verification_info"], "verification_info")
     return _READERS[kind](prompt.strip(), info, row.get("gold_standard_solution"))
 
 
@@ -108,7 +109,7 @@ def _read_code(prompt: str, info: dict[str, Any], solution: object) -> Problem:
     scripts = [(_joined(case["input"]), _joined(case["output"])) for case in cases if not _is_call(case)]
     calls = [case for case in cases if _is_call(case)]
     names = sorted({_function_name(case["fn_name"]) for case in calls})
-    tests = [_call(case["fn_name"], _as_list(case["input"]), case["output"]) for case in calls]
+    tests = [_call(case["fn_name"], _listed(case["input"]), case["output"]) for case in calls]
     return _program_problem(prompt, solution, tests, scripts, names)
 
 
@@ -138,6 +139,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any], object], Problem]] = {
     "verifiable_code": _read_code,
     "prime_rl_code": _read_prime_code,
     "code_output_prediction": _read_prediction,
+    "verifiable_code_understanding": _read_prediction,
 }
 
 
@@ -187,7 +189,15 @@ def _name_in_tests(name: str) -> str:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _listed(given: Any) -> list[Any]:
+    """Returns the arguments of a call: a list, also if it is written as a text, or else one argument."""
+    if isinstance(given, str) and given.lstrip()[:1] in ("[", "("):
+        with contextlib.suppress(ValueError):
+            return _as_list(read_value(given, "input"))
+    return _as_list(given)
 
 
 def _arguments(given: Any) -> list[Any]:

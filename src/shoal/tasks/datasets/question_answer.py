@@ -7,7 +7,7 @@
     regex      the first group of the last match of `pattern` is the answer
     FILE:NAME  a function of a Python file: `def grade(reply, answer)` returns a reward from 0 to 1; it may also ask for `question`
 
-The answer of a row may be a text, a number, or a list of right answers.
+The question of a row is a text or a list of chat messages; the answer a text, a number, or a list of right answers.
 """
 
 import hashlib
@@ -53,7 +53,8 @@ _ASK: dict[str, tuple[str, str]] = {
 }
 """Prompts of the styles chat and direct."""
 _LETTERS = (
-    re.compile(r"\banswer(?:\s+is)?\s*:?\s*\(?([A-Za-z])\b", re.IGNORECASE),
+    # (?>...) never gives characters back: without it, an answer of many spaces would take cubic time.
+    re.compile(r"\banswer(?>\s*)(?:(?<=\s)is(?>\s*))?:?(?>\s*)\(?([A-Za-z])\b", re.IGNORECASE),
     re.compile(r"\A\s*\(?([A-Za-z])\)?[.:]?\s*\Z"),
     re.compile(r"\(([A-Z])\)"),
     re.compile(r"\b([A-HJ-Z])\b(?! [a-z])"),
@@ -100,7 +101,7 @@ class QuestionAnswer(DataSet):
             read=reader.read,
             grade=_graded(_grade_of(self.grader, self.grader_sha256, self.pattern)),
             find_bad=_find_bad_math if self.grader == "math" else lambda problems: {},
-            is_held_out=lambda prompt: _is_drawn(prompt, self.eval_share, self.eval_seed),
+            is_held_out=lambda prompt: is_drawn(prompt, self.eval_share, self.eval_seed),
         )
         object.__setattr__(self, "format", format)
         super().__post_init__()
@@ -117,14 +118,34 @@ class RowReader:
     pattern: str
 
     def read(self, row: Row, style: Style) -> Problem:
-        asked = row[self.question]
-        if not isinstance(asked, str) or not asked.strip():
-            raise ValueError(f"the question in {self.question!r} is {asked!r}, expected a text")
+        for option, column in (("question", self.question), ("answer", self.answer)):
+            if column not in row:
+                raise ValueError(
+                    f'no column {column!r}; name the column with the {option}: {option} = "..." of {", ".join(map(str, row))}'
+                )
+        *earlier, (_, asked) = self._turns(row[self.question])
         answers = [self._text(one) for one in self._listed(row[self.answer])]
         if not answers:
             raise ValueError(f"the list of answers in {self.answer!r} is empty")
-        check = json.dumps({"answers": answers, "question": asked.strip()})
-        return Problem(self._prompt(asked.strip(), style), self._right(answers[0]), check=check)
+        check = json.dumps({"answers": answers, "question": asked})
+        prompt, right = self._prompt(asked, style), self._right(answers[0])
+        return Problem(prompt, right, check=check, messages=tuple(earlier))
+
+    def _turns(self, asked: Any) -> list[tuple[str, str]]:
+        """Returns the turns of a question: a text, or a list of messages with `role` and `content` that ends with the user's."""
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+        turns = [
+            (str(one["role"]), str(one["content"]).strip())
+            for one in (asked if isinstance(asked, list) else [])
+            if isinstance(one, dict) and {"role", "content"} <= one.keys()
+        ]
+        if not turns or len(turns) != len(asked) or turns[-1][0] != "user" or not turns[-1][1]:
+            raise ValueError(
+                f"the question in {self.question!r} is {str(asked)[:80]!r}, expected a text, or a list of messages with role and "
+                "content that ends with the user's"
+            )
+        return turns
 
     def _prompt(self, question: str, style: Style) -> str:
         direct = int(style == "direct")
@@ -263,6 +284,7 @@ def _find_bad_math(problems: Sequence[Problem]) -> dict[int, str]:
     return {golds[place][0]: reason for place, reason in bad.items()}
 
 
-def _is_drawn(prompt: str, share: float, seed: int) -> bool:
+def is_drawn(prompt: str, share: float, seed: int) -> bool:
+    """Returns whether the row with this prompt is among the `share` of rows that are held out."""
     drawn = hashlib.sha256(f"qa/{seed}/{prompt}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") < share * 2**64

@@ -37,7 +37,7 @@ from shoal.tasks.task import Problem
 Row = dict[str, Any]
 Array = np.ndarray[Any, Any]
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 """Increase it when the index of the same file would differ, so that caches are made again."""
 CACHE_FROM_ROWS = 1000
 """A smaller file is indexed again each time, which takes less than writing beside it is worth."""

@@ -39,6 +39,16 @@ _PLAIN = re.compile(r"([-+]?)\s?\\?\$?\s?((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d
 _MARK = "####"
 _BASE = re.compile(r"[0-9A-Za-z}]_\{?(\d+(?:\.\d+)?)\}?\W*$")
 """The base of a number at the end of an answer, such as 5 in `204_5`."""
+_APPROXIMATELY = re.compile(r"\\approx|\\simeq|\\sim(?![a-z])|≈")
+_EQUAL_OR_BRACKET = re.compile(rf"(?<![<>!:])=|{_APPROXIMATELY.pattern}|[\[\](){{}}]")
+_BETWEEN = re.compile(
+    r"[,;]|\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}|\\q?quad|\\(?:lor|land|vee|wedge|Rightarrow|implies)(?![a-z])"
+)
+"""What stands between two equations."""
+_OPERATION = re.compile(
+    r"^\s*[-\d.]|[-+*/](?![^({\[]*[)}\]])|\^(?!\{?-1\}?|\{?\\circ)|\\(?:[dt]?frac(?!\{d)|sqrt|cdot|times|div)"
+)
+"""A calculation, in contrast to a name such as x_1, f(x), f^{-1}(x) or \\overline{AB}."""
 _SIMPLE = re.compile(
     r"[-+]?(?:\d{1,30}/[1-9]\d{0,29}|\\[dt]?frac\{\d{1,30}\}\{[1-9]\d{0,29}\}|\d{0,30}\\sqrt\{\d{1,30}\}|\d{0,30}\\pi)"
 )
@@ -271,9 +281,15 @@ def serve_math(limits: ChildLimits) -> None:
     def can_parse(text: str) -> bool:
         return bool(parsed(text))
 
+    def number(text: str) -> complex | None:
+        values = [one for one in parsed(text) if not isinstance(one, str)]
+        if len(values) != 1 or getattr(values[0], "free_symbols", True):
+            return None
+        return _or_else(None, lambda: complex(values[0]))
+
     def outcome(gold_text: str, answer_text: str) -> str:
         gold, given = parsed(gold_text), parsed(answer_text)
-        if not given:
+        if not given or (len(_sides(gold_text)) == 1 and _is_false_chain(answer_text, number)):
             return "unparseable"
         return "right" if gold and verify(gold, given, timeout_seconds=None) else "wrong"
 
@@ -295,6 +311,42 @@ def _is_false_equation(value: Any) -> bool:
     if type(value).__name__ != "Equality" or value.free_symbols:
         return False
     return not math.isclose(float(value.lhs), float(value.rhs), rel_tol=1e-9, abs_tol=1e-9)
+
+
+def _is_false_chain(text: str, number: Callable[[str], complex | None]) -> bool:
+    """Returns whether an answer has a chain of equations that does not state one value, such as 2+2=5=7, 3x=7 or 5≈7.
+
+    math-verify compares one side of a chain only, so the others could say anything. All numbers of a chain must be equal, and the
+    other sides beside a number must be names, such as x or f(x).
+    """
+    for part in _BETWEEN.split(text):
+        sides = _sides(part)
+        values = [number(side) if side.strip() else None for side in sides]
+        numbers = [value for value in values if value is not None]
+        if len(sides) == 1 or not numbers:
+            continue
+        tolerance = 0.05 if _APPROXIMATELY.search(part) else 1e-9
+        if any(abs(one - numbers[0]) > tolerance * max(1e-9, abs(one), abs(numbers[0])) for one in numbers):
+            return True
+        if any(value is None and _OPERATION.search(side) for side, value in zip(sides, values, strict=True)):
+            return True
+    return False
+
+
+def _sides(text: str) -> list[str]:
+    """Returns the sides of a chain of equations; signs inside brackets do not split it."""
+    if "\\begin" in text:
+        return [text]
+    sides, depth, start = [], 0, 0
+    for found in _EQUAL_OR_BRACKET.finditer(text):
+        if found[0] in "([{":
+            depth += 1
+        elif found[0] in ")]}":
+            depth -= 1
+        elif depth <= 0:
+            sides.append(text[start : found.start()])
+            start = found.end()
+    return [*sides, text[start:]]
 
 
 def _without_frills(text: str) -> str:

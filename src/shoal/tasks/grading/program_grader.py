@@ -7,12 +7,14 @@ partial credit would teach to write for the tests.
 import json
 import math
 import re
+import stat
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from shoal.tasks.grading.sandbox import SandboxLimits, passes, run_script
-from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_of
+from shoal.tasks.grading.sandbox import SandboxLimits, best_level, passes, run_script
+from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, CannotGrade, Problem, Reward, reply_of
 
 LIMITS = SandboxLimits()
 """Limits of all calls of a program together."""
@@ -24,7 +26,8 @@ MAX_PROGRAM_CHARS = 100_000
 TOLERANCE = 1e-6
 """How far a printed number with a fraction may be from the expected one, absolutely or relative to it."""
 
-_BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
+# (?>...) never gives characters back: without it, an answer of many newlines after ```python would take quadratic time.
+_BLOCK = re.compile(r"```(?:python|py)3?(?>\s*\n)(.*?)```", re.DOTALL | re.IGNORECASE)
 _ANY_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _FRACTION = re.compile(r"[-+]?\d{1,40}\.\d{1,40}(?:[eE][-+]?\d{1,3})?")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
@@ -37,6 +40,7 @@ from functools import cache, lru_cache, reduce
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, permutations, product
 from math import ceil, floor, gcd, inf, log2, sqrt
+exit = quit = sys.exit
 """
 """Names that programs for contest problems use without importing them, because the judges of those sites provide them."""
 
@@ -92,6 +96,29 @@ def grade_program(problem: Problem, text: str) -> Reward:
         time.monotonic() < give_up_s and _prints(program, stdin, wanted) for stdin, wanted in scripts
     )
     return RIGHT if good else WRONG
+
+
+def readable_data_file(problem: Problem, paths: Sequence[str]) -> str:
+    """Returns the first of these data files that a program to this problem could read in its sandbox, or an empty text.
+
+    At level `user` programs see all files that every user may read. A program that finds the data set also finds its tests.
+    """
+    if not problem.check.startswith('{"tests": ') or not (open_paths := [*filter(_all_may_read, paths)]):
+        return ""
+    try:
+        return open_paths[0] if best_level() == "user" else ""
+    except CannotGrade:
+        return ""  # no program runs here
+
+
+def _all_may_read(path: str) -> bool:
+    """Returns whether every user of this machine may read a file: its own mode and those of all folders above allow it."""
+    try:
+        real = Path(path).resolve(strict=True)
+        folders_open = all(folder.stat().st_mode & stat.S_IXOTH for folder in real.parents)
+        return folders_open and bool(real.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False
 
 
 def _with_imports(program: str, *, without: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 Levels; the strongest that the system allows is used:
     bubblewrap  (bwrap is installed) its mounts, network and user; each program has processes and a /tmp of its own
     namespace   the same, built by sandbox_child.py itself; only Python's library of the machine is visible
+    gvisor      (runsc is installed, as root) the same in a container whose system calls gVisor answers, not the machine's kernel.
+                Slower, and it does not know how long a program waited for a processor. SHOAL_SANDBOX=gvisor prefers it to all
     user        (root, where namespaces are not allowed) a user of its own
     limits      the same user under limits; it can read that user's files. Refused unless SHOAL_ALLOW_LIMITS_SANDBOX=1
 
@@ -29,19 +31,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from shoal.tasks.grading import sandbox_child
+from shoal.tasks.grading import gvisor, sandbox_child
 from shoal.tasks.grading.entry_points import names_from_program
 from shoal.tasks.grading.sandbox_child import MAX_JOB_BYTES, MAX_STRETCH, NOT_BUILT, READY, TIMED_OUT
 from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
 from shoal.telemetry import Log
 
-Level = Literal["bubblewrap", "namespace", "user", "limits"]
-LEVELS: tuple[Level, ...] = ("bubblewrap", "namespace", "user", "limits")
+Level = Literal["bubblewrap", "namespace", "gvisor", "user", "limits"]
+LEVELS: tuple[Level, ...] = ("bubblewrap", "namespace", "gvisor", "user", "limits")
 Mode = Literal["script", "serve", "test"]
 
 ALLOW_LIMITS = "SHOAL_ALLOW_LIMITS_SANDBOX"
 """Environment variable that allows programs at level limits, with the value 1."""
+CHOSEN_LEVEL = "SHOAL_SANDBOX"
+"""Environment variable that names the only level to use."""
 START_S = 60.0
 """Seconds a fork server may take to start."""
 GRACE_S = 10.0
@@ -61,10 +65,12 @@ class SandboxLimits:
     wall_s: float = 20.0
     """Twice `cpu_s`. Time in which the program waits for a processor does not count, up to twice as much again."""
     memory_bytes: int = 512 << 20
+    """Of each process: one program may take `processes` times as much."""
     disk_bytes: int = 16 << 20
     file_bytes: int = 4 << 20
     files: int = 32
-    processes: int = 16
+    processes: int = 8
+    """Processes and threads."""
     output_bytes: int = 1 << 20
     """A script that prints more has failed."""
 
@@ -148,20 +154,25 @@ def best_level() -> Level:
 
 @functools.cache
 def find_level() -> Level:
-    """Tries the levels, strongest first."""
+    """Tries the levels, strongest first; only the chosen one if there is one."""
+    chosen = os.environ.get(CHOSEN_LEVEL)
+    if chosen and chosen not in LEVELS:
+        raise CannotGrade(f"{CHOSEN_LEVEL}={chosen!r} is not a level; choose one of {', '.join(LEVELS)}")
     for level in LEVELS:
-        if not works(level):
+        if chosen not in (None, "", level) or not works(level):
             continue
         if level == "limits" and os.environ.get(ALLOW_LIMITS) != "1":
             raise CannotGrade(
                 "this system allows neither namespaces nor a user of its own for programs, which could read all files of this "
                 f"user; install bubblewrap, allow user namespaces, run as root, or set {ALLOW_LIMITS}=1 to run them all the same"
             )
-        log = Log("sandbox")
-        (log.info if level in ("bubblewrap", "namespace") else log.warning)(
-            "programs run in a sandbox", level=level
-        )
+        if level not in ("bubblewrap", "namespace", "gvisor"):
+            Log("sandbox").warning("programs run in a weak sandbox; install bubblewrap", level=level)
         return level
+    if chosen:
+        raise CannotGrade(
+            f"no sandbox of level {chosen} can be built on this system; unset {CHOSEN_LEVEL} or install what it needs"
+        )
     raise CannotGrade(
         "no sandbox can be built on this system; run `shoal validator` on Linux, as root or with user namespaces"
     )
@@ -170,6 +181,8 @@ def find_level() -> Level:
 def works(level: Level) -> bool:
     """Returns whether a sandbox of this level can be built here, by running a program in one."""
     if level == "bubblewrap" and shutil.which("bwrap") is None:
+        return False
+    if level == "gvisor" and gvisor.find_runsc() is None:
         return False
     try:
         return run_script("print(6 * 7)", b"", limits=SandboxLimits(), level=level) == ScriptResult(
@@ -183,9 +196,13 @@ def _server_command(level: Level, folder: str) -> list[str]:
     # -I -S: no environment, no user's files, no packages; only the standard library.
     options = json.dumps({"level": level, "folder": folder})
     python = os.path.realpath(sys.executable)
-    if level != "bubblewrap":
-        return [python, "-I", "-S", str(_CHILD), options]
-    return [*_bwrap_command(python), python, "-I", "-S", f"/shoal/{_CHILD.name}", options]
+    inside = ["-I", "-S", f"{gvisor.CODE_FOLDER}/{_CHILD.name}", options]
+    if level == "bubblewrap":
+        return [*_bwrap_command(python), python, *inside]
+    if level == "gvisor":
+        code = [_CHILD.with_name(name) for name in _CODE]
+        return gvisor.container_command(folder, python, code, inside)
+    return [python, "-I", "-S", str(_CHILD), options]
 
 
 def _bwrap_command(python: str) -> list[str]:
@@ -210,7 +227,7 @@ def _bwrap_command(python: str) -> list[str]:
         link = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
     for name in _CODE:
-        command += ["--ro-bind", str(_CHILD.with_name(name)), f"/shoal/{name}"]
+        command += ["--ro-bind", str(_CHILD.with_name(name)), f"{gvisor.CODE_FOLDER}/{name}"]
     return [
         *command,
         "--proc",

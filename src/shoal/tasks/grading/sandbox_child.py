@@ -14,6 +14,7 @@ other end is closed.
 sandbox_modes.py runs the program itself, system_calls.py has the filter.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -22,6 +23,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -41,6 +43,8 @@ MAX_PROGRAM_STATUS = 123
 """Highest exit status that a program can cause."""
 READY = b"ready"
 MAX_JOB_BYTES = 1 << 16
+SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders of the machine in which a program can write at level `user`."""
 MAX_STRETCH = 3
 """Times `wall_s` after which a program that waits for a processor is given up: the machine is too busy to grade it."""
 WARM = (
@@ -64,10 +68,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWUSER = 0x10000000
 _SERVER_NAMESPACES = 0x20000 | 0x4000000 | 0x8000000 | 0x40000000
 """New namespaces of the server for mounts, host name, IPC and network."""
-_JOB_NAMESPACES = 0x20000 | 0x8000000 | 0x20000000
-"""New namespaces of each job for mounts, IPC and processes."""
+_PROCESSES = 0x8000000 | 0x20000000
+"""New namespaces for IPC and processes."""
+_JOB_NAMESPACES = 0x20000 | _PROCESSES
+"""New namespaces of each job: those and one for mounts."""
 _ISOLATED = ("bubblewrap", "namespace")
 """Levels at which every job has namespaces of its own."""
+_OWN_PROCESSES = (*_ISOLATED, "gvisor")
+"""Levels at which a job's processes end with its process 1."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_SUBREAPER, _PR_NO_NEW_PRIVS = 1, 4, 22, 36, 38
@@ -125,6 +133,9 @@ def _build_server(level: str, folder: str) -> bool:
                 _enter(folder, flags)
                 return True
         return False
+    if level == "gvisor":
+        # Once for all jobs: gVisor has one mount namespace. It shows them the processes of each other otherwise.
+        _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
     return level != "user" or os.getuid() == 0
 
 
@@ -204,17 +215,21 @@ def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None]) -> 
     result: dict[str, Any] = {"status": NOT_BUILT, "starved": False}
     try:
         _isolate(job, uid)
+        ended_fd, alive_fd = os.pipe()
         init = os.fork()
         if init == 0:
             try:
                 _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 os.dup2(stdin_fd, 0)
                 os.dup2(stdout_fd, 1)
-                _be_init(job, uid, source_fd, pipe, run)
+                _be_init(job, uid, source_fd, pipe, alive_fd, run)
             finally:
                 os._exit(1)  # an error must not return into the monitor's code
-        _close_all_but({2, status_fd, job["proc"]})
-        result = _watch(init, job, uid, status_fd)
+        _close_all_but({2, status_fd, ended_fd, job["proc"]})
+        result = _watch(init, job, uid, status_fd, ended_fd)
+        if job["level"] == "gvisor":
+            os.chdir("/")
+            shutil.rmtree(job["folder"], ignore_errors=True)
     except OSError as error:
         result["error"] = str(error)
     try:
@@ -234,10 +249,15 @@ def _isolate(job: Job, uid: int | None) -> None:
             _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
         os.chdir("/tmp")
         return
+    if job["level"] == "gvisor":
+        _call("unshare", _PROCESSES)
+        job["folder"] = f"/tmp/{uid}"
+        os.mkdir(job["folder"], 0o700)
     if uid is not None:
         os.chown(job["folder"], uid, NOBODY)
     os.chdir(job["folder"])
-    _prctl(_PR_SET_SUBREAPER, 1)
+    if job["level"] not in _OWN_PROCESSES:
+        _prctl(_PR_SET_SUBREAPER, 1)
 
 
 def _unused_uid() -> int | None:
@@ -245,11 +265,12 @@ def _unused_uid() -> int | None:
     return None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
 
 
-def _watch(init: int, job: Job, uid: int | None, status_fd: int) -> dict[str, Any]:
+def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int) -> dict[str, Any]:
     """Waits until the program ends, its time is up, or the other end of the status socket is closed."""
     poll = select.poll()
-    poll.register(os.pidfd_open(init), select.POLLIN)
-    poll.register(status_fd, select.POLLRDHUP)
+    # A pipe whose other end init holds, since gVisor has no pidfd_open; it also reports a closed socket as readable only.
+    poll.register(ended_fd, select.POLLIN)
+    poll.register(status_fd, select.POLLIN | select.POLLRDHUP)
     started_s = now_s = time.monotonic()
     longest_s = MAX_STRETCH * job["wall_s"]
     give_up_s, waited_s = started_s + job["wall_s"], 0.0
@@ -265,8 +286,9 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int) -> dict[str, An
     if timed_out or status_fd in ready:
         os.kill(init, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
-    if job["level"] not in _ISOLATED:
+    if job["level"] not in _OWN_PROCESSES:
         _kill_remaining(uid)
+        _remove_files_of(uid)
     return {"status": TIMED_OUT if timed_out else status, "starved": starved}
 
 
@@ -310,6 +332,24 @@ def _kill_all_of(uid: int) -> None:
     os.kill(-1, signal.SIGKILL)
 
 
+def _remove_files_of(uid: int | None) -> None:
+    """Deletes what the program left in folders that all users share; a later program could read it, and the disk would fill up."""
+    for folder in SHARED_FOLDERS if uid is not None else ():
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                _remove_if_of(entry, uid)
+
+
+def _remove_if_of(entry: "os.DirEntry[str]", uid: int | None) -> None:
+    with contextlib.suppress(OSError):  # another process may have removed it
+        if entry.stat(follow_symlinks=False).st_uid != uid:
+            return
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
+
+
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
@@ -326,12 +366,17 @@ def _parent(pid: int) -> int:
 
 
 def _be_init(
-    job: Job, uid: int | None, source_fd: int, pipe: list[int], run: Callable[[str, list[int]], None]
+    job: Job,
+    uid: int | None,
+    source_fd: int,
+    pipe: list[int],
+    alive_fd: int,
+    run: Callable[[str, list[int]], None],
 ) -> NoReturn:
     program = os.fork()
     if program == 0:
         _be_program(job, uid, source_fd, pipe, run)
-    _close_all_but({2})
+    _close_all_but({2, alive_fd})
     while True:
         pid, status = os.wait()
         if pid == program:
