@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import zstandard
 from blake3 import blake3
-from safetensors.torch import save_file
 
 from shoal.shardcast.adapter_delta import (
     HEAD,
@@ -22,6 +20,10 @@ from shoal.shardcast.adapter_delta import (
 from shoal.shardcast.delta import apply_deltas, encode
 from shoal.shardcast.file_image import FileImage
 from shoal.wire.codes import CorruptData
+
+pytest.importorskip("torch", reason="the other side of the comparison")
+import torch
+from safetensors.torch import save_file
 
 
 def adapter(seed: int, rows: int = 24, columns: int = 40, rank: int = 4) -> AdapterMatrices:

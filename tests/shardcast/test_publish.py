@@ -1,6 +1,7 @@
 """Publishing: every file of a folder is hashed in place, and the signed manifest is written last."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from shoal.shardcast import Base, manifest_files, publish
 from shoal.shardcast.delta import apply
+from shoal.shardcast.publish import MAX_SHARDS, SHARD_BYTES, shard_size
+from shoal.swarm.coordinator.http.router import LARGE_BODY
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
@@ -210,3 +213,18 @@ def test_errors_name_an_unusable_base(versions: Path, key: Key) -> None:
         attempt(key=Key.generate())
     with pytest.raises(ValueError, match="has no manifest"):
         attempt(folder="v1")
+
+
+def test_a_large_file_has_larger_shards_so_that_its_manifest_fits_a_coordinator(
+    tmp_path: Path, key: Key
+) -> None:
+    folder = tmp_path / "v1"
+    folder.mkdir()
+    data = random.Random(1).randbytes(MAX_SHARDS * 4)
+    (folder / "model.safetensors").write_bytes(data)
+    sealed = publish(folder, run="demo", version=1, key=key, shard_bytes=3)
+    (entry,) = sealed.body.files
+    assert (entry.shard_bytes, len(entry.shards)) == (6, -(-len(data) // 6))
+    assert 1.5 * MAX_SHARDS * 67 < LARGE_BODY, "digests of a file and of a delta of half of it, as JSON"
+    assert shard_size(62 * 10**9, SHARD_BYTES) == SHARD_BYTES, "the report's model"
+    assert shard_size(2 * 10**12, SHARD_BYTES) == 64 << 20

@@ -7,10 +7,10 @@ Files are hard links to those that the publisher serves, so they take space only
 file of a snapshot is not kept: its delta restores it.
 """
 
-import os
 import shutil
 from pathlib import Path
 
+from shoal.files import link_or_copy
 from shoal.shardcast.file_image import restore_image
 from shoal.shardcast.manifest_files import (
     MANIFEST_FILE,
@@ -43,7 +43,7 @@ class VersionArchive:
             MANIFEST_FILE,
             *(entry.payloads[0].name for entry in sealed.body.files if entry.payloads),
         ):
-            _link(source / name, partial / name)
+            link_or_copy(source / name, partial / name)
         partial.rename(final)
 
     def versions(self) -> list[int]:
@@ -69,7 +69,7 @@ class VersionArchive:
         if sealed is None:
             known = self.versions()
             kept = f"versions {known[0]} to {known[-1]}" if known else "no version"
-            raise ValueError(f"version {version} is not in {self.folder}, which has {kept}")
+            raise ValueError(f"version {version} is not in {self.folder}; choose one that is: {kept}")
         try:
             manifest = open_manifest(sealed, run=None, run_key=run_key)
         except Rejected as rejected:
@@ -87,11 +87,3 @@ class VersionArchive:
 
 def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _link(source: Path, target: Path) -> None:
-    """Makes `target` the same file as `source`, or a copy where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

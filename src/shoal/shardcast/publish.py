@@ -30,6 +30,9 @@ from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest, check_
 from shoal.wire.record import Sealed, seal
 
 SHARD_BYTES = 2 << 20
+MAX_SHARDS = 1 << 15
+"""Most shards of a file. Shards of a larger file are larger, so that its manifest, with a delta of half the file, stays below the
+4 MiB that a coordinator takes."""
 SNAPSHOT_EVERY = 8
 MAX_DELTA_SHARE = 0.5
 """A delta larger than this share of its file is not sent."""
@@ -113,8 +116,8 @@ def publish_image(
 
     The whole file is written and sent too if `whole` is set, if there is no delta, or if it would not save half of the file.
     """
-    shard_bytes = signing.shard_bytes
-    others = [_describe(path, shard_bytes) for path in _files(folder) if path.name != name]
+    others = [_describe(path, signing.shard_bytes) for path in _files(folder) if path.name != name]
+    shard_bytes = shard_size(image.num_bytes, signing.shard_bytes)
     payload, sent = folder / (name + DELTA_SUFFIX), None
     if delta is not None and _write_pieces(payload, delta.pieces, int(MAX_DELTA_SHARE * image.num_bytes)):
         found = _describe(payload, shard_bytes)
@@ -187,7 +190,15 @@ def _is_delta(path: Path) -> bool:
     return path.name.endswith(DELTA_SUFFIX) and path.with_name(path.name.removesuffix(DELTA_SUFFIX)).is_file()
 
 
+def shard_size(num_bytes: int, shard_bytes: int) -> int:
+    """Returns the size of a file's shards: `shard_bytes`, doubled until there are at most MAX_SHARDS."""
+    while num_bytes > MAX_SHARDS * shard_bytes:
+        shard_bytes *= 2
+    return shard_bytes
+
+
 def _describe(path: Path, shard_bytes: int) -> FileEntry:
+    shard_bytes = shard_size(path.stat().st_size, shard_bytes)
     num_bytes, whole, shards = hash_shards(path, shard_bytes)
     return FileEntry(
         name=path.name, num_bytes=num_bytes, blake3=whole, shard_bytes=shard_bytes, shards=shards

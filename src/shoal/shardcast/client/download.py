@@ -124,12 +124,8 @@ class Download:
                     self._update_sources()
                     self._start_threads()
                     progress.log_if_due(self._state)
-                    if self._choice.on_progress is not None:
-                        have = self._assembly.num_bytes_verified + sum(
-                            one.num_bytes for one in self._requests
-                        )
-                        total = self._assembly.num_bytes
-                        self._choice.on_progress(self._version, min(have, total), total)
+                    have = self._assembly.num_bytes_verified + sum(one.num_bytes for one in self._requests)
+                    self._report_progress(have)
                     self._news.wait(min(CHECK_EVERY_S, end_s - time.monotonic()))
                 if self._stop.is_set():
                     raise Stopped(f"stopped while fetching version {self._version}")
@@ -138,6 +134,13 @@ class Download:
             with self._work:
                 self._over = True
                 self._work.notify_all()
+            # However it ended: otherwise a receiver would show this download until the next one.
+            self._report_progress(self._assembly.num_bytes)
+
+    def _report_progress(self, have: int) -> None:
+        if self._choice.on_progress is not None:
+            total = self._assembly.num_bytes
+            self._choice.on_progress(self._version, min(have, total), total)
 
     def _check_time(self, deadline_s: float, end_s: float, stall_s: float) -> None:
         if all(url in self._dropped for url in self._choice.urls):

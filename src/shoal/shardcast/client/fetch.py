@@ -13,7 +13,6 @@ or a delta cannot be had, another plan is made.
 
 import contextlib
 import math
-import os
 import shutil
 import threading
 import time
@@ -21,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shoal.files import DiskFull
+from shoal.files import DiskFull, link_or_copy
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, has_digest
 from shoal.shardcast.client.download import Download, NoRelayLeft
@@ -342,10 +341,7 @@ class Fetch:
             name = plan.name + DELTA_SUFFIX
             payloads = [partial_folder(self._into, version) / name for version in plan.deltas]
             return apply_deltas(source, payloads, made)
-        try:
-            os.link(source, made)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(source, made)
+        link_or_copy(source, made)
         with made.open("rb") as file:
             return hash_file(file.fileno())
 

@@ -51,7 +51,8 @@ class RelayChoice:
     ) -> None:
         """`last` is a source for when no relay delivers; `ticket` is called for the Authorization header of private relays.
 
-        `limit` bounds the bytes per second of all downloads; `on_progress` is called a few times a second during one.
+        `limit` bounds the bytes per second of all downloads; `on_progress` is called a few times a second
+        during one, and with all bytes when it has ended.
         """
         self._heal, self.ticket, self.limit, self.on_progress = heal, ticket, limit, on_progress
         self._stats: dict[str, RelayStats] = {}

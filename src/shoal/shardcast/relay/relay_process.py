@@ -6,14 +6,13 @@
 upstream -- shards --> [ mirror -> store -> app ] -- shards --> workers, other relays
 """
 
-import resource
 import threading
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.net.http_server import listen
+from shoal.net.http_server import allow_open_files, authority, listen
 from shoal.net.rate_limit import ServerLimits
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import NotYet
@@ -109,13 +108,12 @@ class Relay:
             connections_per_address=config.max_connections_per_address,
             bytes_per_s=config.bytes_per_s_per_address,
         )
-        _allow_open_files(2 * config.max_connections + 100, self._log)
+        allow_open_files(2 * config.max_connections + 100, self._log)
         self._server = RelayServer(self.store, sock, log=self._log, limits=limits, private=config.private)
         self.app = self._server.app
         self._server.start()
-        host = f"[{config.host}]" if ":" in config.host else config.host
         delegated = None if config.delegation is None else config.delegation.body.url
-        self.url = delegated or config.url or f"http://{host}:{self._server.port}"
+        self.url = delegated or config.url or f"http://{authority(config.host, self._server.port)}"
         if self._client is not None:
             self._report()  # before the mirror asks for a ticket, which only a known relay gets
         self._mirror = Mirror(
@@ -221,21 +219,6 @@ def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event)
         relay.main_loop()
     finally:
         relay.shutdown()
-
-
-def _allow_open_files(wanted: int, log: Log) -> None:
-    """Raises the limit of open files: a connection that receives a file uses two, and many systems allow only 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        log.warning(
-            "the system's limit of open files is too low for max_connections; raise `ulimit -n`",
-            files=allowed,
-            need=wanted,
-        )
 
 
 def _fixed_url(url: str) -> UpstreamUrl:
