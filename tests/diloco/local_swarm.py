@@ -34,7 +34,7 @@ def make_peer(
 
 def in_threads(calls: list[Callable[[], T]]) -> list[T]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+        return [future.result(110) for future in [pool.submit(call) for call in calls]]
 
 
 def start_swarm(hub: LocalHub, num: int, **more: Any) -> tuple[list[PeerAverager], OuterState]:

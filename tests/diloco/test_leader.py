@@ -1,9 +1,10 @@
 """Tests of the leader: which ready peers form a group, and when their votes commit it; and of the membership."""
 
 import asyncio
+import time
 
 from shoal.diloco.averaging.leader import Ballot, Leader, choose_group, refused_peers
-from shoal.diloco.averaging.membership import SUSPECT_S, Membership
+from shoal.diloco.averaging.membership import REFUSED_S, SUSPECT_S, Membership
 from shoal.diloco.averaging.peer_messages import Card, ReadyRequest, StateVersion
 
 
@@ -102,6 +103,27 @@ def test_of_two_peers_that_cannot_reach_each_other_the_later_id_is_left_out() ->
     assert names(choose_group([request("a", held), request("b", held, ("a",))], []).members) == ["b"]
 
 
+def test_suspicions_of_one_peer_leave_out_nobody_that_the_others_reach() -> None:
+    """A liar that suspected all others would form a group alone, and the others would adopt its state."""
+    held = version(5)
+
+    def members(absent: int = 0, leader: tuple[str, ...] = (), **suspects: str) -> str:
+        requests = [request(peer, held, tuple(others)) for peer, others in suspects.items()]
+        choice = choose_group(requests, [held] * absent, leader="a", leader_suspects=leader)
+        return "".join(names(choice.members))
+
+    assert members(a="", b="", c="", d="abc") == "abcd"
+    assert members(a="", b="", c="", d="ab") == "abcd"
+    assert members(a="", b="", c="", d="b") == "abcd"
+    assert members(a="", b="", c="b", d="b") == "acd", "two peers cannot reach it"
+    assert members(a="", b="", c="", d="b", leader=("b",)) == "acd", "the leader cannot reach it either"
+    assert members(b="", c="", d="", leader=("b",)) == "cd", "the leader takes no part itself"
+    assert members(b="", leader=("b",)) == "b", "there would be no group at all"
+    assert members(a="", b="d", c="d", d="abc") == "abc"
+    assert members(a="", b="d", c="d", d="bc") == "abc", "the peer that most suspect is left out first"
+    assert members(a="", d="a") == "d" and members(a="", d="a", absent=2) == "ad"
+
+
 def test_outbound_only_peer_is_not_left_out_as_unreachable() -> None:
     held = version(5)
     choice = choose_group([request("a", held, ("b",)), request("b", held, reachable=False)], [])
@@ -157,8 +179,90 @@ def test_leader_forms_the_group_within_half_of_the_wait() -> None:
     asyncio.run(run())
 
 
+def test_short_wait_of_one_peer_does_not_close_the_group() -> None:
+    """The group of a liar that asks with a short wait would not contain the peers that are ready a little later."""
+
+    async def run() -> None:
+        membership = Membership("a")
+        for peer in ("b", "z"):
+            membership.record_card(card(peer))
+        leader = Leader(membership, _always_alive, gather_s=600.0, min_peers=1)
+        leader.version = version(1)  # it takes part, so the group is not complete without it
+        alone = await leader.ready(request("z", version(1), wait_s=0.6))
+        assert alone.outcome == "retry" and "waited" in alone.reason
+        waits = [asyncio.create_task(leader.ready(request("b", version(1), wait_s=30.0)))]
+        short = await leader.ready(request("z", version(1), wait_s=0.6))
+        assert short.outcome == "retry" and "waited" in short.reason
+        for peer in ("a", "z"):
+            waits.append(asyncio.create_task(leader.ready(request(peer, version(1), wait_s=30.0))))
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*waits)
+        assert [answer.members for answer in answers] == [("a", "b", "z")] * 3
+        leader.stop()
+
+    asyncio.run(run())
+
+
 async def _always_alive(peer: str) -> bool:
     return True
+
+
+def test_claim_of_a_peer_that_withholds_its_state_does_not_count() -> None:
+    """Otherwise all others would be told in every round to fetch a state that nobody sends."""
+
+    async def run() -> None:
+        membership = Membership("a")
+        leader = Leader(membership, _always_alive, gather_s=0.01, min_peers=1)
+        leader.version = version(5)
+
+        async def outcomes(*, liar_is_ready: bool) -> list[str]:
+            membership.record_card(card_of("z", version(1e300, 99)))
+            requests = [request("a", version(5)), request("b", version(5))]
+            requests += [request("z", version(1e300, 99))] if liar_is_ready else []
+            waits = [asyncio.create_task(leader.ready(each)) for each in requests]
+            async with asyncio.timeout(20):
+                return [answer.outcome for answer in await asyncio.gather(*waits[:2])]
+
+        assert await outcomes(liar_is_ready=False) == ["behind"] * 2
+        membership.record_fetch("z", time.monotonic(), failed=True)
+        assert await outcomes(liar_is_ready=False) == ["behind"] * 2, "its machine may be busy"
+        membership.record_fetch("z", time.monotonic(), failed=True)
+        for liar_is_ready in (False, True):
+            assert await outcomes(liar_is_ready=liar_is_ready) == ["group"] * 2
+        membership.record_fetch("z", time.monotonic(), failed=False)
+        assert await outcomes(liar_is_ready=False) == ["behind"] * 2
+        leader.stop()
+
+    asyncio.run(run())
+
+
+def test_peers_behind_a_group_that_does_not_vote_are_told_to_fetch_its_state() -> None:
+    """If the group's peer claims a state that it does not hold, they find out while there is time for another attempt."""
+
+    async def run() -> None:
+        leader = Leader(Membership("a"), _always_alive, gather_s=0.01, min_peers=1)
+        waits = [
+            asyncio.create_task(leader.ready(request(peer, held, wait_s=8.0)))
+            for peer, held in (("a", version(5)), ("b", version(5)), ("z", version(1e300, 99)))
+        ]
+        answers = await asyncio.gather(*waits)
+        assert [answer.outcome for answer in answers] == ["behind", "behind", "group"]
+        assert answers[0].at_least == 99
+        leader.stop()
+
+    asyncio.run(run())
+
+
+def test_failed_fetches_are_forgotten_and_a_lie_is_not_cleared_by_a_hello() -> None:
+    membership = Membership("me")
+    for _ in range(2):
+        membership.record_fetch("a", 0.0, failed=True)
+    assert membership.withholds_state("a", 1.0) and not membership.withholds_state("a", REFUSED_S + 1)
+    membership.record_card(card("a"))
+    membership.suspect_lie("a", 0.0)
+    membership.record_card(card("a"))
+    assert membership.suspects(1.0) == ("a",) and membership.leader(1.0, self_reachable=True) == "me"
+    assert membership.leader(SUSPECT_S + 1, self_reachable=True) == "a"
 
 
 def test_only_reachable_members_own_a_part() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,38 @@ def test_new_site_joins_in_step_with_the_swarm() -> None:
     in_threads([functools.partial(go_on, model, first, 0), functools.partial(go_on, other, second, 1)])
     assert second.outer_state.round == 2 and second.outer_state.digest() == first.outer_state.digest()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    in_threads([first.close, second.close])
+
+
+def test_site_that_joins_during_a_round_takes_part_in_it_and_in_the_last_one() -> None:
+    hub, last_step = LocalHub(), 8
+    models = [small_model(), small_model(seed=7)]
+    first, second = (
+        DiLoCo(
+            model,
+            inner=adamw(model),
+            averager=make_peer(hub, min_peers=2),
+            schedule=Schedule(inner_steps=4, deadline_s=60),
+        )
+        for model in models
+    )
+
+    def finish(site: int, optimizer: DiLoCo) -> None:
+        while optimizer.steps < last_step:
+            inner_step(models[site], optimizer, site, optimizer.steps)
+
+    def join_and_finish() -> None:
+        until_s = time.monotonic() + 30
+        while (first.steps, first.phase) != (4, 0):  # it is in its first round
+            assert time.monotonic() < until_s, "the first site has not reached its round within 30 s"
+            time.sleep(0.01)
+        second.join(deadline_s=10)
+        assert (second.steps, second.phase) == (3, 3)
+        finish(1, second)
+
+    in_threads([functools.partial(finish, 0, first), functools.partial(join_and_finish)])
+    assert (first.outer_state.round, second.outer_state.round) == (2, 2)
+    assert first.outer_state.digest() == second.outer_state.digest()
     in_threads([first.close, second.close])
 
 

@@ -1,18 +1,29 @@
 """Tests of what one lying peer can do to the average of others: real peers of one process over socket pairs."""
 
+import asyncio
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
+from local_swarm import in_threads, make_peer, one_round, vector
 
 from shoal.diloco.averaging.averager import AveragingGroup, Ready, Reduced
+from shoal.diloco.averaging.membership import ask_peer
+from shoal.diloco.averaging.peer_messages import (
+    Card,
+    GroupReply,
+    Hello,
+    ReadyRequest,
+    StateHeader,
+    StateRequest,
+    StateVersion,
+)
 from shoal.diloco.averaging.peers import PeerAverager
-from shoal.diloco.averaging.reducer import PartReduction
+from shoal.diloco.averaging.reducer import CHUNK, PartReduction
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
 from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings, declared_norm, upper_median
@@ -39,21 +50,6 @@ class Liar:
 
     def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
         return self._inner.reduce(group, self._lie_N, deadline_s=deadline_s)
-
-
-@pytest.fixture
-def swarm() -> Iterator[Any]:
-    made: list[PeerAverager] = []
-
-    def start(num: int, **more: Any) -> tuple[LocalHub, list[PeerAverager], OuterState]:
-        hub = LocalHub()
-        peers, state = start_swarm(hub, num, **more)
-        made.extend(peers)
-        return hub, peers, state
-
-    start.made = made  # type: ignore[attr-defined]
-    yield start
-    in_threads([peer.leave for peer in made])
 
 
 def take_rounds(peers: list[Any], state: OuterState, deltas: list[Vector], **more: Any) -> list[RoundResult]:
@@ -219,3 +215,163 @@ def test_honest_values_are_within_their_declared_norm_in_every_codec(codec: Code
         averager.average([encode(codec, values)], len(values))
     with pytest.raises(BadChunk, match="a: its pseudo-gradient has a norm of"):
         PartAverager(codec, ["a"], [1.0], [1e-3], RobustSettings()).average([encode(codec, step)], len(step))
+
+
+def test_liar_that_suspects_all_others_forms_no_group_alone(swarm: Any) -> None:
+    """All others would adopt its state."""
+    _, peers, state = swarm(4)
+    others, ask = tuple(peer.peer for peer in peers[:3]), peers[3]._ask_leader
+
+    def lie(leader: str, request: ReadyRequest, deadline_s: float) -> Any:
+        return ask(leader, request.model_copy(update={"suspects": others}), deadline_s)
+
+    peers[3]._ask_leader = lie
+    results = take_rounds(peers, state, [*HONEST, vector(4, NUM)])
+    assert honest_results(results, members=4).attempts == 1
+
+
+NEWEST = StateVersion(work=1e300, round=99, state_digest="f" * 64)
+"""A state that no peer holds."""
+
+
+def on_loop(peer: PeerAverager, work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, peer._loop).result(20)
+
+
+def answer(liar: PeerAverager, card: Card, header: StateHeader | None = None) -> None:
+    """Lets a peer answer every hello with `card`, and requests for its state with `header`, or not at all."""
+    truthful = liar._reply
+
+    async def reply(request: Any, stream: Any) -> None:
+        if isinstance(request, Hello):
+            await stream.send(card.canonical())
+        elif isinstance(request, StateRequest):
+            await (asyncio.sleep(100) if header is None else stream.send(header.canonical()))
+        else:
+            await truthful(request, stream)
+
+    liar._reply = reply  # type: ignore[method-assign]
+
+
+def card_of(peer: str, standing: StateVersion | None = None) -> Card:
+    return Card(peer=peer, reachable=True, standing=standing, phase=0, in_round=False)
+
+
+@pytest.mark.parametrize("named", ["local-002", "local-000"])
+def test_card_of_another_peer_is_refused(swarm: Any, named: str) -> None:
+    """It could take over what a peer says of itself, or add a leader that does not exist."""
+    _, peers, _ = swarm(3)
+    answer(peers[2], card_of(named, NEWEST))
+    assert on_loop(peers[0], peers[0]._hello(peers[2].peer)) is None
+    known = peers[0].peers()
+    assert list(known) == [peers[1].peer], "the liar is suspected"
+    assert known[peers[1].peer].standing != NEWEST
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"owners": ()},
+        {"owners": ("local-009",)},
+        {"owners": ("local-002", "local-002")},
+        {"weights": (1.0,)},
+        {"weights": (5.0, 5.0, 5.0)},
+        {"norms": ()},
+        {"norms": (-1.0, -1.0, -1.0)},
+        {"members": ("local-002", "local-002", "local-002")},
+        {"outcome": "behind", "at_least": 2**53 - 1},
+    ],
+)
+def test_leader_with_a_false_reply_is_replaced(swarm: Any, lie: dict[str, Any]) -> None:
+    """The next id leads. No site may crash, and none may lose its round."""
+    _, peers, state = swarm(4)
+    ids = tuple(peer.peer for peer in peers[1:])
+    norms = tuple(declared_norm(delta) for delta in HONEST)
+    told = {
+        "outcome": "group",
+        "id": "ab" * 16,
+        "members": ids,
+        "owners": ids,
+        "weights": (1.0,) * 3,
+        "norms": norms,
+    }
+
+    async def ready(request: ReadyRequest) -> GroupReply:
+        return GroupReply(**(told | lie))
+
+    peers[0]._leader.ready = ready
+    results = take_rounds(peers[1:], state, HONEST)
+    result = honest_results(results, members=3)
+    assert any("false reply of the leader local-001" in why for why in result.reasons)
+
+
+def test_state_that_is_claimed_and_not_served_does_not_stop_rounds(swarm: Any) -> None:
+    _, peers, state = swarm(4, stall_s=2.0, gather_s=1.0)
+    claim = card_of(peers[3].peer, NEWEST)
+    answer(peers[3], claim)
+    for peer in peers[:3]:
+        on_loop(peers[3], ask_peer(peers[3]._mesh, peer.peer, Hello(card=claim), Card, 5))
+    honest_results(take_rounds(peers[:3], state, HONEST), members=3)
+
+
+def test_new_peer_fetches_the_next_newest_state(swarm: Any) -> None:
+    hub, peers, state = swarm(3, stall_s=0.5)
+    answer(peers[2], card_of(peers[2].peer, NEWEST))
+    new_peer = make_peer(hub, stall_s=0.5)
+    swarm.made.append(new_peer)
+    fetched = new_peer.join(deadline_s=20)
+    assert fetched is not None and fetched.state.digest() == state.digest()
+
+
+def test_state_older_than_its_card_is_refused(swarm: Any) -> None:
+    """A peer that adopted it would repeat rounds that the others have taken."""
+    hub, peers, _ = swarm(2)
+    card = card_of(peers[1].peer, NEWEST)
+    peers[1]._served.card = lambda peer, reachable: card
+    new_peer = make_peer(hub)
+    swarm.made.append(new_peer)
+    assert new_peer.join(deadline_s=20) is not None
+    assert list(new_peer._membership._failed_fetches) == [peers[1].peer]
+
+
+@pytest.mark.parametrize("known", [None, (NUM,)])
+@pytest.mark.parametrize("length", [-1, 10**12, 2**53 - 1])
+def test_newcomer_refuses_a_state_of_impossible_size(
+    swarm: Any, length: int, known: tuple[int, ...] | None
+) -> None:
+    hub, peers, state = swarm(3)
+    header = StateHeader.model_construct(standing=NEWEST, lengths=(length,), phase=0, step=0)
+    answer(peers[2], card_of(peers[2].peer, NEWEST), header)
+    new_peer = make_peer(hub, stall_s=0.5)
+    swarm.made.append(new_peer)
+    fetched = new_peer.join(deadline_s=20, lengths=known)
+    assert fetched is not None and fetched.state.digest() == state.digest()
+
+
+def test_newcomer_with_another_model_than_the_swarm_is_told_at_once(swarm: Any) -> None:
+    hub, _, _ = swarm(2)
+    new_peer = make_peer(hub)
+    swarm.made.append(new_peer)
+    with pytest.raises(ValueError, match="trains another model"):
+        new_peer.join(deadline_s=100, lengths=(NUM + 1,))
+
+
+def test_one_peer_with_other_settings_does_not_keep_newcomers_away(swarm: Any) -> None:
+    hub, peers, state = swarm(3, shared="v1")
+    answer(peers[2], card_of(peers[2].peer, NEWEST).model_copy(update={"shared": "v2"}))
+    new_peer = make_peer(hub, shared="v1")
+    swarm.made.append(new_peer)
+    fetched = new_peer.join(deadline_s=20)
+    assert fetched is not None and fetched.state.digest() == state.digest()
+    assert peers[2].peer in new_peer._membership.refused(0.0)
+
+
+@pytest.mark.parametrize("extra", [-4, 1, 1 << 20])
+def test_chunk_of_a_wrong_size_is_refused_when_it_arrives(extra: int) -> None:
+    """Kept until the other members' chunks are there, such chunks would fill the owner's memory."""
+    refused: list[str] = []
+    averager = PartAverager("fp32", ("a", "b"), (1.0, 1.0), (1.0, 1.0), RobustSettings())
+    part = PartReduction(averager, ("a", "b"), [CHUNK] * 2, refused.append)
+    part.put("b", 1, bytes(4 * CHUNK + extra))
+    assert refused == ["b"] and "b: its pseudo-gradient has a chunk of" in part.failed
+    assert not any(part._received)

@@ -2,13 +2,13 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
+from local_swarm import in_threads, make_peer, one_round, vector
 
 from shoal.diloco.averaging.averager import AveragingGroup, Reduced, RoundFailed
 from shoal.diloco.averaging.peers import PeerAverager
@@ -16,22 +16,6 @@ from shoal.diloco.averaging.reducer import CHUNK
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
 from shoal.diloco.rounds import RoundOutcome, RoundResult
-from shoal.diloco.transport.mesh import LocalHub
-
-
-@pytest.fixture
-def swarm() -> Iterator[Any]:
-    made: list[PeerAverager] = []
-
-    def start(num: int, **more: Any) -> tuple[LocalHub, list[PeerAverager], OuterState]:
-        hub = LocalHub()
-        peers, state = start_swarm(hub, num, **more)
-        made.extend(peers)
-        return hub, peers, state
-
-    start.made = made  # type: ignore[attr-defined]
-    yield start
-    in_threads([peer.leave for peer in made])
 
 
 def rounds(

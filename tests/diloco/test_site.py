@@ -10,7 +10,7 @@ import pytest
 import torch
 from local_swarm import in_threads, make_peer
 
-from shoal.cli.commands.diloco import check_peer_join, describe_peers
+from shoal.cli.commands.diloco import check_peer_join, describe_peers, reach_of
 from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import lock_folder
 from shoal.cli.ui.plot import plot_losses, read_events
@@ -334,13 +334,19 @@ def test_weight_decay_of_norms_is_an_option() -> None:
         assert [group["weight_decay"] for group in groups] == [0.1, 0.1 if decay_norms else 0.0]
 
 
-@pytest.mark.parametrize(("name", "inner_steps"), [("opendiloco-150m", 500), ("opendiloco-1b", 125)])
-def test_opendiloco_run_files_have_the_papers_values(name: str, inner_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "inner_steps", "sites", "batch"),
+    [("opendiloco-150m", 500, 8, 512), ("opendiloco-1b", 125, 4, 2048)],
+)
+def test_opendiloco_run_files_have_the_papers_values(
+    name: str, inner_steps: int, sites: int, batch: int
+) -> None:
     file = load_diloco_file(Path(__file__).parents[2] / "runs" / "diloco" / f"{name}.toml")
     inner = file.inner
     assert (file.run.steps, file.rounds.inner_steps, file.data.sequence) == (88_000, inner_steps, 1024)
     assert (inner.lr, inner.warmup_steps, inner.final_lr_share) == (4e-4, 1000, 0.0)
     assert (inner.weight_decay, inner.decay_norms) == (0.1, True)
+    assert (file.rounds.min_peers, inner.batch, file.rounds.codec) == (sites, batch, "fp16")
     assert (file.outer.lr, file.outer.momentum, file.run.steps % inner_steps) == (0.7, 0.9, 0)
 
 
@@ -360,3 +366,16 @@ def test_invalid_peer_join_address_is_refused(address: str, config: DilocoConfig
         check_peer_join([address], config)
     check_peer_join([], config)
     check_peer_join(["http://10.0.0.1:8710"], DilocoConfig(engine="torchft"))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("/ip4/127.0.0.1/tcp/8710/p2p/Qm", "from this machine"),
+        ("/ip4/192.168.1.7/tcp/8710/p2p/Qm", "from this network"),
+        ("/ip6/2a00:1450::5/tcp/8710/p2p/Qm", "from anywhere"),
+        ("/dns4/a.example/tcp/8710/p2p/Qm", "from where this name is known"),
+    ],
+)
+def test_an_address_says_from_where_it_can_be_joined(address: str, words: str) -> None:
+    assert reach_of(address) == words

@@ -50,10 +50,14 @@ class Fragment:
         held_N = np.empty_like(values_N)
         at = 0
         for parameter in self._parameters:
-            end = at + local(parameter).numel()
+            end = at + self._size(parameter)
             held_N[at:end] = torch.from_numpy(values_N[at:end]).to(parameter.dtype).float().numpy()
             at = end
         return held_N
+
+    def _size(self, parameter: nn.Parameter) -> int:
+        """Returns how many values of a parameter the fragment has."""
+        return local(parameter).numel()
 
 
 def fragments_of(model: nn.Module, num_fragments: int) -> list[Fragment]:

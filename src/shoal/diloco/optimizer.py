@@ -15,7 +15,7 @@ layers are averaged in K fragments, one after another, in the background while t
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from shoal.diloco.averaging.averager import Averager, FetchedState, Ready
 from shoal.diloco.fragments import fragments_of
 from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
 from shoal.diloco.rounds import RoundOutcome, RoundResult, take_round
+from shoal.diloco.site_ranks import SiteCommand, SiteRanks, whole_fragments
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 
@@ -77,7 +78,11 @@ class RoundReport:
 
 
 class DiLoCo(Optimizer):
-    """The optimizer of one site. `site`: the process group of this site's ranks, if it has several."""
+    """The optimizer of one site.
+
+    A site of several ranks has `ranks`: this is then rank 0's optimizer, the others have a SiteFollower, and rank 0 averages whole
+    parameters. With `site` instead, the process group of the ranks, every rank averages its own shard with that of other sites.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class DiLoCo(Optimizer):
         outer: Outer | None = None,
         schedule: Schedule | None = None,
         site: Any = None,
+        ranks: SiteRanks | None = None,
     ) -> None:
         if not isinstance(outer or Outer(), Outer):
             raise ValueError(
@@ -113,11 +119,16 @@ class DiLoCo(Optimizer):
         self.keep_local_work = True
         """Whether `join` adds what was trained since the last round to a newer state. False after a restart, unless it is
         certain that no other peer received it: the newer state may include it already."""
-        self._site = site
+        self._site, self._ranks = site, ranks
+        self._operations = 0
+        """Operations in progress that release the other ranks at their end; they can be nested."""
         self._log = Log("diloco")
         self._samples = 0.0
-        self._fragments = fragments_of(model, self.schedule.fragments)
-        self.outer_state: OuterState = first_state(tuple(fragment.read() for fragment in self._fragments))
+        fragments = fragments_of(model, self.schedule.fragments)
+        self._fragments = fragments if ranks is None else whole_fragments(fragments, ranks)
+        with self._releasing_ranks():
+            first = tuple(fragment.read() for fragment in self._fragments)
+        self.outer_state: OuterState = first_state(first)
         self._digest = ""
         self._in_flight: tuple[BackgroundTask[RoundResult], float] | None = None
 
@@ -125,10 +136,12 @@ class DiLoCo(Optimizer):
 
     def join(self, *, deadline_s: float = 600.0) -> bool:
         """Joins the swarm and adopts its state if that is newer; returns whether it was."""
-        fetched = self.averager.join(deadline_s=deadline_s)
-        adopted = fetched is not None and fetched.state.work > self.outer_state.work
-        if fetched is not None and (adopted or not self.steps):
-            self._adopt(fetched, keep_work=self.keep_local_work)
+        with self._releasing_ranks():
+            lengths = tuple(fragment.num_values for fragment in self._fragments)
+            fetched = self.averager.join(deadline_s=deadline_s, lengths=lengths)
+            adopted = fetched is not None and fetched.state.work > self.outer_state.work
+            if fetched is not None and (adopted or not self.steps):
+                self._adopt(fetched, keep_work=self.keep_local_work)
         self._digest = self.averager.serve(self.outer_state, step=self.steps)
         self._agree_on_phase()
         self.joined = True
@@ -146,12 +159,13 @@ class DiLoCo(Optimizer):
         self.steps += 1
         self.phase += 1
         self.averager.progress(phase=self.phase, step=self.steps)
-        if self._in_flight is not None and self.phase >= self.schedule.overlap_steps:
-            self._complete_round()
-        if self.phase >= self.schedule.interval:
-            self._start_round()
-            if not self.schedule.overlap_steps:
+        with self._releasing_ranks():
+            if self._in_flight is not None and self.phase >= self.schedule.overlap_steps:
                 self._complete_round()
+            if self.phase >= self.schedule.interval:
+                self._start_round()
+                if not self.schedule.overlap_steps:
+                    self._complete_round()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -159,9 +173,10 @@ class DiLoCo(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything but the model's weights. Completes a round in flight first, or abandons it after `stop`."""
-        if self._in_flight is not None:
-            with contextlib.suppress(Stopped):
-                self._complete_round()
+        with self._releasing_ranks():
+            if self._in_flight is not None:
+                with contextlib.suppress(Stopped):
+                    self._complete_round()
         state = self.outer_state
         return {
             "inner": self.inner.state_dict(),
@@ -204,6 +219,24 @@ class DiLoCo(Optimizer):
         """Leaves the swarm. What was trained since the last round stays in the model."""
         self.stop.set()
         self.averager.leave()
+
+    @contextlib.contextmanager
+    def _releasing_ranks(self) -> Iterator[None]:
+        """Tells the site's other ranks at the end of the outermost operation to continue, or to stop as this rank does."""
+        if self._ranks is None:
+            yield
+            return
+        self._operations += 1
+        try:
+            yield
+        except Stopped:
+            self._operations -= 1
+            if not self._operations:
+                self._ranks.tell(SiteCommand.STOPPED)
+            raise
+        self._operations -= 1
+        if not self._operations:
+            self._ranks.tell(SiteCommand.RELEASE, steps=self.steps)
 
     # -- rounds ---------------------------------------------------------------------------------------------
 
@@ -294,8 +327,10 @@ class DiLoCo(Optimizer):
         if not keep_work:
             self._samples = 0.0
         self.outer_state = fetched.state
-        self.steps = max(self.steps, fetched.step)
+        # The sender may be in its round already. This site joins that round after one more step, and must then have counted as
+        # many steps as the sender: otherwise it ends the run a step too early and misses the last round.
         self.phase = min(fetched.phase, self.schedule.interval - 1)
+        self.steps = max(self.steps, fetched.step - (fetched.phase - self.phase))
 
     def _agree_on_phase(self) -> None:
         """Sets all ranks of the site to the same step. Otherwise one could start a round while another waits in a collective."""

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.diloco.codec import CodecName, Coded, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, reduce_chunk
 from shoal.diloco.outer import Vector, is_finite
 
 AverageKind = Literal["mean", "trimmed"]
@@ -90,6 +90,15 @@ class PartAverager:
         self._factors = settings.norm_factors(norms)
         self._trim = settings.num_trimmed(len(self._members))
         self._squares = [0.0] * len(self._members)
+
+    def check_size(self, peer: str, coded: Coded, num_values: int) -> None:
+        """Raises BadChunk if a member's chunk does not have the size of `num_values` coded values."""
+        if len(coded) != (wanted := coded_bytes(self._codec, num_values)):
+            raise BadChunk(
+                peer,
+                f"its pseudo-gradient has a chunk of {len(coded)} bytes, but {num_values} values of {self._codec} "
+                f"take {wanted}; use the same model and codec at every site",
+            )
 
     def average(self, coded: Sequence[Coded], num_values: int) -> Coded:
         """Returns the coded average of one chunk of every member. Raises BadChunk, or ValueError for a wrong size."""

@@ -86,8 +86,11 @@ class Averager(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Addresses that other peers can join by, once this peer has joined."""
 
-    def join(self, *, deadline_s: float) -> FetchedState | None:
-        """Finds the swarm and downloads its newest state; returns None if no peer has one yet."""
+    def join(self, *, deadline_s: float, lengths: tuple[int, ...] | None = None) -> FetchedState | None:
+        """Finds the swarm and downloads its newest state; returns None if no peer has one yet.
+
+        `lengths`: values per fragment of this peer's model. An engine may refuse other states unread.
+        """
 
     def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
         """Waits for the other peers and agrees on a group with them. Raises Behind or RoundFailed."""

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from shoal.diloco.averaging.membership import Membership, Ping
@@ -47,24 +47,63 @@ class GroupChoice:
         )
 
 
-def choose_group(requests: Iterable[ReadyRequest], absent: Iterable[StateVersion]) -> GroupChoice:
+def choose_group(
+    requests: Iterable[ReadyRequest],
+    absent: Iterable[StateVersion],
+    *,
+    leader: str = "",
+    leader_suspects: Iterable[str] = (),
+) -> GroupChoice:
     """Chooses the peers whose state has the most work behind it. `absent`: states of peers that are not ready.
 
-    If an absent peer holds a newer state, all ready peers are behind. A peer that a member could not reach is left out,
-    unless no member has to reach it; of two peers that cannot reach each other, the one with the later id is left out.
+    If an absent peer holds a newer state, all ready peers are behind. Peers that others cannot reach are left out (see
+    unreachable_peers); `leader_suspects` are those that the leader itself cannot reach.
     """
-    ready = sorted(requests, key=lambda request: request.peer)
+    ready, absent = sorted(requests, key=lambda request: request.peer), list(absent)
     newest = max(version.order() for version in (*(request.standing for request in ready), *absent))
-    out: set[str] = set()
-    reachable = {request.peer for request in ready if request.reachable}
-    for request in ready:
-        if request.peer not in out and request.standing.order() == newest:
-            out |= set(request.suspects) & reachable - {request.peer}
-    members = tuple(
-        request for request in ready if request.standing.order() == newest and request.peer not in out
+    current = [request for request in ready if request.standing.order() == newest]
+    suspicions = {request.peer: request.suspects for request in current} | {leader: tuple(leader_suspects)}
+    able = {request.peer for request in ready if request.reachable}
+    out = unreachable_peers(
+        suspicions, able, num_ready=len(ready), only_two=len(ready) + len(absent) <= 2, leader=leader
     )
+    # If all were left out there would be no group at all.
+    members = tuple(request for request in current if request.peer not in out) or tuple(current)
     kept = {request.peer for request in members}
     return GroupChoice(members, tuple(request.peer for request in ready if request.peer not in kept))
+
+
+def unreachable_peers(
+    suspicions: Mapping[str, Iterable[str]], able: Set[str], *, num_ready: int, only_two: bool, leader: str
+) -> set[str]:
+    """Returns the peers to leave out as unreachable. `able`: the ready peers that others have to reach.
+
+    One peer's word counts only against a peer that suspects it too, if it is the leader's word, or if there are only two
+    peers: otherwise a liar could form a group alone, and all others would adopt its state. A peer that suspects more than
+    half of the ready peers is ignored. Of two peers that suspect each other, the one with the later id is left out.
+    """
+    standing = {peer: set(suspects) & able - {peer} for peer, suspects in suspicions.items()}
+    standing = {
+        peer: suspects
+        for peer, suspects in standing.items()
+        if peer == leader or 2 * len(suspects) <= num_ready
+    }
+    out: set[str] = set()
+    while True:
+        counts = Counter(peer for suspects in standing.values() for peer in suspects - out)
+        confirmed = [
+            peer
+            for peer, num in counts.items()
+            if num > 1
+            or only_two
+            or peer in standing.get(leader, ())
+            or any(peer in standing.get(other, ()) for other in standing.get(peer, ()))
+        ]
+        if not confirmed:
+            return out
+        worst = max(confirmed, key=lambda peer: (counts[peer], peer))
+        out.add(worst)
+        standing.pop(worst, None)
 
 
 def refused_peers(requests: Iterable[ReadyRequest]) -> set[str]:
@@ -214,8 +253,7 @@ class Leader:
             if first != own_id:
                 self._reply_retry(f"{first} leads, not this peer", first or "")
                 return
-            # A peer takes its round alone when its wait ends, so at most half of the wait goes to waiting for others.
-            half_s = min(request.wait_s / 2 for request, _ in self._waiting.values())
+            half_s = self._half_wait_s()
             waited_s = time.monotonic() - started_s
             late = waited_s > min(self._gather_s, half_s)
             choice = self._choose()
@@ -235,6 +273,18 @@ class Leader:
             except TimeoutError:
                 await asyncio.gather(*(self._ping(peer) for peer in missing))
 
+    def _half_wait_s(self) -> float:
+        """Returns how long to wait for others: a peer takes its round alone when its wait ends, so half of the wait.
+
+        The leader's own wait counts, else the median of the others: a liar with a short wait would close the group before
+        the others are ready. One peer alone without the leader could be that liar, so it waits for `gather_s`.
+        """
+        waits_s = {peer: request.wait_s for peer, (request, _) in self._waiting.items()}
+        if self._membership.own_id in waits_s:
+            return waits_s[self._membership.own_id] / 2
+        half_s = sorted(waits_s.values())[len(waits_s) // 2] / 2
+        return half_s if len(waits_s) > 1 else max(half_s, self._gather_s)
+
     def _reply_retry(self, reason: str, leader: str = "") -> None:
         waiting, self._waiting = self._waiting, {}
         retry = GroupReply(outcome="retry", reason=reason, leader=leader)
@@ -244,10 +294,16 @@ class Leader:
     def _choose(self) -> GroupChoice:
         requests = [request for request, _ in self._waiting.values()]
         out = (self._repeat_dissenters() & self._waiting.keys()) | refused_peers(requests)
+        out |= self._false_claims([request for request in requests if request.peer not in out])
         if out == self._waiting.keys():
             out = set()  # no other peer is ready; leaving all out would form no group at all
         ready = [request for request in requests if request.peer not in out]
-        choice = choose_group(ready, self._absent_versions())
+        choice = choose_group(
+            ready,
+            self._absent_versions(),
+            leader=self._membership.own_id,
+            leader_suspects=self._membership.suspects(time.monotonic()),
+        )
         return replace(choice, behind=(*choice.behind, *sorted(out)))
 
     def _repeat_dissenters(self) -> set[str]:
@@ -257,16 +313,31 @@ class Leader:
         """
         return {peer for peer, groups in self._dissents.items() if len(groups) > 1}
 
+    def _false_claims(self, requests: list[ReadyRequest]) -> set[str]:
+        """Returns the peers that claim a newer state than all others and do not serve it, so that no peer could adopt it."""
+        now_s = time.monotonic()
+        claims = {request.peer: request.standing.order() for request in requests}
+        doubtful = {peer for peer in claims if self._membership.withholds_state(peer, now_s)}
+        believed = [order for peer, order in claims.items() if peer not in doubtful]
+        newest = max([*believed, *(version.order() for version in self._absent_versions())], default=None)
+        return set() if newest is None else {peer for peer in doubtful if claims[peer] > newest}
+
     def _absent_versions(self) -> list[StateVersion]:
         """Returns the states of live peers that are not ready. If one is newer, the ready peers need not wait."""
-        cards, wrong = self._membership.alive(time.monotonic()), self._repeat_dissenters()
+        now_s = time.monotonic()
+        cards, wrong = self._membership.alive(now_s), self._repeat_dissenters()
         held = [
-            card.standing for peer, card in cards.items() if peer not in self._waiting and peer not in wrong
+            card.standing
+            for peer, card in cards.items()
+            if peer not in self._waiting
+            and peer not in wrong
+            and not self._membership.withholds_state(peer, now_s)
         ]
         own = [] if self._membership.own_id in self._waiting else [self.version]
         return [version for version in (*held, *own) if version is not None]
 
     def _close_group(self, choice: GroupChoice) -> None:
+        half_s = self._half_wait_s()
         waiting, self._waiting = self._waiting, {}
         if not choice.members:
             newest = max(self._absent_versions(), key=StateVersion.order)
@@ -282,20 +353,36 @@ class Leader:
             _set_reply(waiting[request.peer][1], group)
         behind = [waiting[peer][1] for peer in choice.behind]
         next_round = choice.members[0].standing.round + 1
-        task = asyncio.create_task(self._watch_vote(group.id, vote, behind, next_round))
+        task = asyncio.create_task(self._watch_vote(group.id, vote, behind, next_round, half_s))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
     async def _watch_vote(
-        self, group: str, vote: _OpenVote, behind: list[asyncio.Future[GroupReply]], next_round: int
+        self,
+        group: str,
+        vote: _OpenVote,
+        behind: list[asyncio.Future[GroupReply]],
+        next_round: int,
+        half_s: float,
     ) -> None:
-        """Pings the members that have not voted; tells the peers that were left behind how the vote ended."""
+        """Pings the members that have not voted; tells the peers that were left behind how the vote ended.
+
+        After `half_s` without a result they are told to fetch the state from which the group started. Otherwise a peer that
+        claims a newer state and never votes would keep them waiting until their deadline.
+        """
+        started_s = time.monotonic()
         while not vote.decided.is_set():
             try:
                 async with asyncio.timeout(2 * PING_EVERY_S):
                     await vote.decided.wait()
             except TimeoutError:
                 await self._ping_voters(vote)
+            if time.monotonic() - started_s > half_s:
+                for reply in behind:
+                    _set_reply(
+                        reply,
+                        GroupReply(outcome="behind", reason="the group is slow", at_least=next_round - 1),
+                    )
         if vote.ballot.commit:
             self._dissents.clear()
         result = (

@@ -63,6 +63,9 @@ class Membership:
     _timed_out_s: dict[str, float] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
     _refused_until_s: dict[str, float] = field(default_factory=dict)
+    _lied_until_s: dict[str, float] = field(default_factory=dict)
+    _failed_fetches: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """How often a peer's state could not be fetched in a row, and when last."""
 
     def record_card(self, card: Card) -> None:
         """Records a card that came from the peer itself, which proves that it is alive."""
@@ -94,6 +97,36 @@ class Membership:
         if peer != self.own_id:
             self._suspect_until_s[peer] = now_s + SUSPECT_S
 
+    def suspect_lie(self, peer: str, now_s: float) -> None:
+        """Leaves a peer that sent a false reply out of rounds for SUSPECT_S, even if it says hello."""
+        if peer != self.own_id:
+            self._lied_until_s[peer] = now_s + SUSPECT_S
+
+    def record_fetch(self, peer: str, now_s: float, *, failed: bool) -> None:
+        """Records whether a peer's state could be fetched."""
+        if failed:
+            self._failed_fetches[peer] = self._failed_fetches.get(peer, (0, now_s))[0] + 1, now_s
+        else:
+            self._failed_fetches.pop(peer, None)
+
+    def withholds_state(self, peer: str, now_s: float) -> bool:
+        """Returns whether two fetches of a peer's state failed, the last within REFUSED_S.
+
+        The state that such a peer claims does not count: otherwise all would wait for it in every round. A single failure
+        may only mean that its machine is busy.
+        """
+        num, last_s = self._failed_fetches.get(peer, (0, now_s))
+        return num > 1 and now_s - last_s < REFUSED_S
+
+    def highest_round(self, now_s: float, *, leader: str) -> int:
+        """Returns the highest round that live peers claim; 0 without any. The claim of a leader that withholds its state is ignored."""
+        claims = [
+            card.standing.round
+            for peer, card in self.alive(now_s).items()
+            if card.standing is not None and not (peer == leader and self.withholds_state(peer, now_s))
+        ]
+        return max(claims, default=0)
+
     def refuse(self, peer: str, now_s: float) -> None:
         """Leaves a peer that sent bad values out of averages for REFUSED_S; also this peer itself, if its own are bad."""
         self._refused_until_s[peer] = now_s + REFUSED_S
@@ -115,12 +148,13 @@ class Membership:
 
     def suspected(self, peer: str, now_s: float) -> bool:
         """Returns whether a peer is left out of rounds at the moment."""
-        return self._suspect_until_s.get(peer, now_s) > now_s
+        return max(self._suspect_until_s.get(peer, now_s), self._lied_until_s.get(peer, now_s)) > now_s
 
     def suspects(self, now_s: float) -> tuple[str, ...]:
         """Returns the ids of all suspected peers, sorted."""
         # Copied, here and in `alive`: the live view reads from another thread while the event loop writes.
-        return tuple(sorted(peer for peer, until_s in list(self._suspect_until_s.items()) if until_s > now_s))
+        known = {*list(self._suspect_until_s), *list(self._lied_until_s)}
+        return tuple(sorted(peer for peer in known if self.suspected(peer, now_s)))
 
     def alive(self, now_s: float) -> dict[str, Card]:
         """Returns the cards of all other peers that are not suspected."""

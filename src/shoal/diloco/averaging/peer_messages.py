@@ -83,6 +83,24 @@ class GroupReply(Record):
     norms: tuple[float, ...] = ()
     owners: tuple[str, ...] = ()
 
+    def problem(self, request: ReadyRequest) -> str:
+        """Returns why this cannot be the group of the peer that sent `request`; empty if it can. A leader may lie."""
+        sizes = {len(self.members), len(set(self.members)), len(self.weights), len(self.norms)}
+        if len(sizes) > 1:
+            return f"{len(self.members)} members, {len(self.weights)} weights, {len(self.norms)} norms"
+        if min((*self.weights, *self.norms), default=0.0) < 0:
+            return "a weight or norm below 0"
+        if (
+            not self.owners
+            or len(set(self.owners)) < len(self.owners)
+            or set(self.owners) - set(self.members)
+        ):
+            return f"the owners {self.owners} of the members {self.members}"
+        said = dict(zip(self.members, zip(self.weights, self.norms, strict=True), strict=True))
+        if said.get(request.peer) != (request.weight, request.norm):
+            return f"{request.peer} without its weight and norm"
+        return ""
+
 
 class VoteRequest(Record):
     """Sends the leader the digest of a peer's average, or "" if it has none. The reply comes when all have voted."""
@@ -121,7 +139,7 @@ class StateHeader(Record):
     """Precedes the vectors of a state."""
 
     standing: StateVersion | None
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[Count, ...] = ()
     """Values per fragment. The bases follow in this order, then the momenta."""
     phase: Count = 0
     step: Count = 0

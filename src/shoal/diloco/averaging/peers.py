@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,14 +28,22 @@ from shoal.diloco.averaging.peer_messages import (
     Card,
     GroupReply,
     Hello,
+    PartRequest,
+    PeerRequest,
     ReadyRequest,
+    StateRequest,
     StateVersion,
     VoteReply,
     VoteRequest,
 )
 from shoal.diloco.averaging.reducer import Reducer
-from shoal.diloco.averaging.request_handler import RequestHandler
-from shoal.diloco.averaging.state_transfer import ServedState, fetch_state, newest_cards
+from shoal.diloco.averaging.state_transfer import (
+    FRAME_STALLS,
+    OtherModel,
+    ServedState,
+    fetch_state,
+    newest_cards,
+)
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.robust import RobustSettings
@@ -44,6 +52,7 @@ from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
+from shoal.wire.record import Record
 
 T = TypeVar("T")
 
@@ -51,6 +60,8 @@ HELLO_S = 5.0
 """Timeout of a hello."""
 START_S = 120.0
 """Timeout of one attempt to start the mesh: the daemon has 60 s, the directory the rest."""
+REQUEST_S = 30.0
+"""Seconds that a peer may take between opening a stream and sending its request."""
 DIRECTORY_S = 30.0
 """Timeout of one directory update."""
 
@@ -75,15 +86,6 @@ class AveragerSettings:
     """Ids of the peers of this run, this one's included; None admits every peer that knows the run's name."""
 
 
-def _check_shared_settings(shared: str, cards: Sequence[Card]) -> None:
-    for card in cards:
-        if shared and card.shared and card.shared != shared:
-            raise ValueError(
-                f"peer {card.peer} has {card.shared}, this one {shared}: they could never commit a round; "
-                "give every site the same file"
-            )
-
-
 class PeerAverager:
     """The engine without a server (see averager.Averager)."""
 
@@ -92,7 +94,7 @@ class PeerAverager:
         mesh: Mesh,
         *,
         log: Log,
-        codec: CodecName = "fp16",
+        codec: CodecName = "fp16-scaled",
         settings: AveragerSettings | None = None,
         stop: threading.Event | None = None,
     ) -> None:
@@ -102,9 +104,13 @@ class PeerAverager:
         self._settings = settings or AveragerSettings()
         self._served = ServedState(self._settings.shared)
         self._at_least = 0
+        self._model_lengths: tuple[int, ...] | None = None
+        """Values per fragment of this peer's model, if `join` was told."""
         self._loop = asyncio.new_event_loop()
         self._thread = BackgroundTask("averager", self._loop.run_forever)
         self._announcer: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        """Set when requests of other peers can be answered; they may come in before."""
         self._left = False
 
     @property
@@ -121,7 +127,8 @@ class PeerAverager:
 
     # -- called by the training thread ----------------------------------------------------------------------
 
-    def join(self, *, deadline_s: float) -> FetchedState | None:
+    def join(self, *, deadline_s: float, lengths: tuple[int, ...] | None = None) -> FetchedState | None:
+        self._model_lengths = lengths
         once_s = min(START_S, deadline_s)
         wait_for(
             "the swarm",
@@ -130,8 +137,7 @@ class PeerAverager:
             log=self._log,
             stop=self._stop,
         )
-        cards = self._call(self._greet_all(), deadline_s, "the other peers' cards")
-        _check_shared_settings(self._settings.shared, cards)
+        cards = self._call(self._greet_as_newcomer(), deadline_s, "the other peers' cards")
         if not newest_cards(cards, self._served.version, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
@@ -164,13 +170,13 @@ class PeerAverager:
             self._served.replace(state, version)
             self._leader.version = version
 
-        served = self._served
-        served.step, served.phase, served.in_round = step, 0, False
+        self._served.set_progress(phase=0, step=step)
+        self._served.in_round = False
         self._loop.call_soon_threadsafe(replace)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
-        self._served.phase, self._served.step = phase, step
+        self._served.set_progress(phase=phase, step=step)
 
     def leave(self) -> None:
         if self._left:
@@ -210,12 +216,8 @@ class PeerAverager:
         if self._announcer is not None:
             return
         settings = self._settings
-        handler: asyncio.Future[RequestHandler] = self._loop.create_future()
-
-        async def handle(stream: Stream) -> None:
-            await (await handler).handle(stream)
-
-        await self._mesh.start(handle)  # sets `self._mesh.peer`, which the rest needs
+        self._started.clear()
+        await self._mesh.start(self._handle)  # sets `self._mesh.peer`, which the rest needs
         if not self._admits(self._mesh.peer):
             await self._mesh.stop()
             raise ValueError(
@@ -233,17 +235,7 @@ class PeerAverager:
             robust=settings.robust,
             stall_s=settings.stall_s,
         )
-        handler.set_result(
-            RequestHandler(
-                self._mesh,
-                self._membership,
-                self._leader,
-                self._reducer,
-                self._served,
-                admit=settings.admit,
-                log=self._log,
-            )
-        )
+        self._started.set()
         await self._update_directory()
         self._announcer = asyncio.create_task(self._announce_loop())
 
@@ -296,11 +288,34 @@ class PeerAverager:
         cards = await asyncio.gather(*(self._hello(peer) for peer in self._live_peers()))
         return [card for card in cards if card is not None]
 
+    async def _greet_as_newcomer(self) -> list[Card]:
+        """Returns the cards of the peers with the same shared settings; the others are refused.
+
+        Raises ValueError if at least half of the peers have other settings. Fewer may be liars that keep newcomers away.
+        """
+        cards = await self._greet_all()
+        other = [card for card in cards if self._differs(card)]
+        if other and 2 * len(other) >= len(cards):
+            raise ValueError(
+                f"peer {other[0].peer} has {other[0].shared}, this one {self._settings.shared}: they could never "
+                "commit a round; give every site the same file"
+            )
+        for card in other:
+            self._log.warning("peer refused: it has other settings", peer=card.peer, settings=card.shared)
+            self._membership.refuse(card.peer, time.monotonic())
+        return [card for card in cards if card not in other]
+
+    def _differs(self, card: Card) -> bool:
+        return bool(card.shared and self._settings.shared) and card.shared != self._settings.shared
+
     async def _hello(self, peer: str) -> Card | None:
-        if not self._membership.reachable(peer):
+        if not self._membership.reachable(peer) or not self._admits(peer):
             return None  # an outbound-only peer cannot be called, which does not mean that it is gone
         try:
             card = await ask_peer(self._mesh, peer, Hello(card=self._card()), Card, HELLO_S)
+            if card.peer != peer:
+                # Recorded, it would replace what the named peer says of itself, or add a peer that does not exist.
+                raise RoundFailed(f"{peer} replied with the card of {card.peer}")
         except PeerTimeout:
             self._membership.record_timeout(peer, time.monotonic())
             return None
@@ -332,6 +347,9 @@ class PeerAverager:
             wait_s=deadline_s,
         )
         reply = await self._ask_leader(leader, request, deadline_s)
+        if problem := await self._false_reply(leader, reply, request):
+            self._membership.suspect_lie(leader, time.monotonic())
+            raise RoundFailed(f"false reply of the leader {leader}: {problem}")
         if reply.outcome == "behind":
             self._at_least = reply.at_least
             raise Behind(reply.reason)
@@ -354,6 +372,20 @@ class PeerAverager:
             owners=reply.owners,
             leader=leader,
         )
+
+    async def _false_reply(self, leader: str, reply: GroupReply, request: ReadyRequest) -> str:
+        """Returns why a leader's reply cannot be true; empty if it can."""
+        if reply.outcome == "group":
+            return reply.problem(request)
+        if reply.outcome == "retry" or leader == self.peer:
+            return ""
+        for _ in range(2):
+            known = self._membership.highest_round(time.monotonic(), leader=leader)
+            # A group that has just committed is one round ahead of its cards. A higher round would never be served.
+            if reply.at_least <= 1 + max(request.standing.round, known):
+                return ""
+            await self._greet_all()
+        return f"round {reply.at_least}, which no peer has"
 
     async def _ask_leader(self, leader: str, request: ReadyRequest, deadline_s: float) -> GroupReply:
         if leader == self.peer:
@@ -382,17 +414,87 @@ class PeerAverager:
     async def _fetch(self, deadline_s: float) -> FetchedState:
         until_s = time.monotonic() + deadline_s
         reason = "no peer offers one"
+        new, lengths = self._served.version is None, self._served.lengths or self._model_lengths
         while time.monotonic() < until_s:
-            cards = await self._greet_all()
-            for card in newest_cards(cards, self._served.version, at_least=self._at_least):
+            cards = [card for card in await self._greet_all() if not self._differs(card)]
+            newer = newest_cards(cards, self._served.version, at_least=self._at_least)
+            now_s = time.monotonic()
+            served = [card for card in newer if not self._membership.withholds_state(card.peer, now_s)]
+            if newer and not served and not new:
+                raise RoundFailed(f"no newer state is served: {reason}")
+            num_other = 0
+            for card in served or newer:  # a new peer has no state of its own, so it tries again
+                left_s, stall_s = max(1.0, until_s - time.monotonic()), self._settings.stall_s
                 try:
-                    async with asyncio.timeout(max(1.0, until_s - time.monotonic())):
-                        fetched = await fetch_state(self._mesh, card.peer, self._served.lengths)
+                    async with asyncio.timeout(left_s):
+                        fetched = await fetch_state(self._mesh, card, lengths, stall_s=stall_s)
                 except (RoundFailed, TimeoutError) as error:
                     reason = f"{card.peer}: {str(error) or 'timed out'}"
                     self._log.warning("state download failed", peer=card.peer, reason=reason)
+                    # A download that is cut off by a deadline soon after its start says nothing about the peer.
+                    if isinstance(error, RoundFailed) or left_s > FRAME_STALLS * stall_s:
+                        self._membership.record_fetch(card.peer, time.monotonic(), failed=True)
+                    num_other += isinstance(error, OtherModel)
                 else:
                     self._at_least = 0
+                    self._membership.record_fetch(card.peer, time.monotonic(), failed=False)
                     return fetched
+            if new and num_other and 2 * num_other >= len(cards):
+                raise ValueError(reason)
             await asyncio.sleep(0.2)
         raise RoundFailed(f"no newer state after {deadline_s:.0f} s: {reason}")
+
+    # -- requests of other peers ----------------------------------------------------------------------------
+
+    async def _handle(self, stream: Stream) -> None:
+        """Answers one request. A malformed request ends the stream without a reply, and so does a peer not admitted."""
+        await self._started.wait()
+        if not self._admits(stream.peer):
+            self._log.warning("peer refused: its id is not in `admit`", peer=stream.peer)
+            return
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                payload = await stream.receive()
+            request = PeerRequest.parse(bytes(payload)).ask
+            claimed = request.card.peer if isinstance(request, Hello) else request.peer
+            if stream.peer not in ("", claimed):
+                raise Rejected("request.malformed", f"peer {stream.peer} claims to be {claimed}")
+            await self._reply(request, stream)
+        except (StreamBroken, Rejected, TimeoutError) as error:
+            self._log.warning("request failed", reason=str(error) or f"no request within {REQUEST_S:.0f} s")
+            return
+        # The requester closes first: a libp2p daemon may drop bytes in flight if this side closes.
+        await stream.wait_closed_by_peer(30.0)
+
+    async def _reply(self, request: Record, stream: Stream) -> None:
+        match request:
+            case Hello():
+                self._membership.record_card(request.card)
+                await stream.send(self._card().canonical())
+            case Bye():
+                self._membership.remove(request.peer)
+                await stream.send(self._card().canonical())
+            case ReadyRequest():
+                await self._reply_ready(request, stream)
+            case VoteRequest():
+                await stream.send((await self._leader.vote(request)).canonical())
+            case PartRequest():
+                await self._reducer.handle(request, stream)
+            case StateRequest():
+                await self._served.send(stream)
+
+    async def _reply_ready(self, request: ReadyRequest, stream: Stream) -> None:
+        """Waits for the group and sends the decision. A peer that disconnects meanwhile loses its place in the group."""
+        waiting = asyncio.create_task(self._leader.ready(request))
+        closed = asyncio.create_task(stream.wait_closed_by_peer(request.wait_s + 5))
+        try:
+            await asyncio.wait({waiting, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                self._membership.suspect(request.peer, time.monotonic())
+                return
+        finally:
+            for task in (waiting, closed):
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(waiting, closed, return_exceptions=True)
+        await stream.send(waiting.result().canonical())

@@ -66,6 +66,13 @@ class PartReduction:
 
     def put(self, peer: str, at: int, coded: Coded) -> None:
         """Adds chunk `at` of `peer`, and computes the sums that are now complete, in order."""
+        try:
+            self._averager.check_size(peer, coded, self.lengths[at])
+        except BadChunk as bad:
+            # Not kept: until the other members' chunks are there, a member could fill this peer's memory.
+            self._refuse(bad.peer)
+            self.fail(str(bad))
+            return
         self._received[at][peer] = coded
         while self.num_done < len(self.lengths) and len(self._received[self.num_done]) == len(self.members):
             received = self._received[self.num_done]

@@ -1,5 +1,6 @@
 """Outer states from peer to peer: a header, then every vector in frames; accepted only if the digest matches."""
 
+import asyncio
 import random
 from collections.abc import Iterable, Iterator
 
@@ -13,6 +14,12 @@ from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.wire.codes import Rejected
 
 VALUES_PER_FRAME = 1 << 20
+FRAME_STALLS = 4
+"""A frame of a state may take this many times as long as a chunk of an exchange: it has four times its bytes."""
+
+
+class OtherModel(RoundFailed):
+    """The peer's state has fragments of other lengths than this peer's model."""
 
 
 class ServedState:
@@ -24,7 +31,7 @@ class ServedState:
     def __init__(self, shared: str = "") -> None:
         self._shared = shared
         self._held: tuple[OuterState, StateVersion] | None = None
-        self.step = self.phase = 0
+        self._phase_and_step = (0, 0)
         self.in_round = False
 
     @property
@@ -41,52 +48,55 @@ class ServedState:
         """Offers `state` from now on."""
         self._held = state, version
 
+    def set_progress(self, *, phase: int, step: int) -> None:
+        """Records the inner steps since the last round and in all."""
+        self._phase_and_step = phase, step
+
     def card(self, peer: str, *, reachable: bool) -> Card:
         """Returns the card of this peer as of now."""
         return Card(
             peer=peer,
             reachable=reachable,
             standing=self.version,
-            phase=self.phase,
+            phase=self._phase_and_step[0],
             in_round=self.in_round,
             shared=self._shared,
         )
 
     async def send(self, stream: Stream) -> None:
-        """Sends the state to a peer that asked for it."""
-        await send_state(stream, self._held, phase=self.phase, step=self.step)
+        """Sends a peer that asked for the state a header and the state's vectors; without a state, a header that says so."""
+        if self._held is None:
+            await stream.send(StateHeader(standing=None).canonical())
+            return
+        state, version = self._held
+        lengths = tuple(len(base) for base in state.bases)
+        phase, step = self._phase_and_step
+        header = StateHeader(standing=version, lengths=lengths, phase=phase, step=step)
+        await stream.send(header.canonical())
+        for vector in (*state.bases, *state.momenta):
+            for piece in _slices(vector):
+                await stream.send(piece.astype("<f4", copy=False).tobytes())
 
 
-async def send_state(
-    stream: Stream, held: tuple[OuterState, StateVersion] | None, *, phase: int, step: int
-) -> None:
-    """Sends a header and the state's vectors; without a state, a header that says so."""
-    if held is None:
-        await stream.send(StateHeader(standing=None).canonical())
-        return
-    state, version = held
-    lengths = tuple(len(base) for base in state.bases)
-    await stream.send(StateHeader(standing=version, lengths=lengths, phase=phase, step=step).canonical())
-    for vector in (*state.bases, *state.momenta):
-        for piece in _slices(vector):
-            await stream.send(piece.astype("<f4", copy=False).tobytes())
-
-
-async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> FetchedState:
+async def receive_state(
+    stream: Stream, lengths: tuple[int, ...] | None, stall_s: float | None = None
+) -> FetchedState:
     """Receives and verifies a state. Raises RoundFailed.
 
     `lengths`: values per fragment of this peer's model, if known; another model is refused before it is downloaded.
+    `stall_s`: seconds within which the header must arrive; None has no limit.
     """
-    payload = await stream.receive()
+    payload = await _receive_frame(stream, stall_s)
     head = StateHeader.parse(bytes(payload))
     if head.standing is None:
         raise RoundFailed("the peer holds no state yet")
     if lengths is not None and head.lengths != lengths:
-        raise RoundFailed(
+        raise OtherModel(
             f"the peer trains another model: fragments of {head.lengths} values, here {lengths}; "
             "use the same model file and the same number of fragments on every site"
         )
-    vectors = [await _receive_vector(stream, length) for length in (*head.lengths, *head.lengths)]
+    frame_s = None if stall_s is None else FRAME_STALLS * stall_s
+    vectors = [await _receive_vector(stream, length, frame_s) for length in (*head.lengths, *head.lengths)]
     num = len(head.lengths)
     state = OuterState(
         round=head.standing.round,
@@ -102,9 +112,9 @@ async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> Fetc
 
 
 def newest_cards(cards: Iterable[Card], own: StateVersion | None, *, at_least: int) -> list[Card]:
-    """Returns the cards with the newest state, if it is newer than `own` and has reached round `at_least`.
+    """Returns the cards with a state that is newer than `own` and has reached round `at_least`, the newest first.
 
-    The order is random, so that several new peers do not all download from the same one.
+    The order of equal states is random, so that several new peers do not all download from the same one.
     """
     newer = [
         (card.standing.order(), card)
@@ -114,31 +124,50 @@ def newest_cards(cards: Iterable[Card], own: StateVersion | None, *, at_least: i
         and card.standing.round >= at_least
         and (own is None or card.standing.order() > own.order())
     ]
-    newest = max((order for order, _ in newer), default=None)
-    holders = [card for order, card in newer if order == newest]
-    random.shuffle(holders)
-    return holders
+    random.shuffle(newer)
+    return [card for _, card in sorted(newer, key=lambda each: each[0], reverse=True)]
 
 
-async def fetch_state(mesh: Mesh, peer: str, lengths: tuple[int, ...] | None) -> FetchedState:
-    """Downloads and verifies the state that `peer` holds. Raises RoundFailed."""
+async def fetch_state(
+    mesh: Mesh, card: Card, lengths: tuple[int, ...] | None, *, stall_s: float
+) -> FetchedState:
+    """Downloads and verifies the state that the card's peer holds. Raises RoundFailed."""
+    peer = card.peer
     stream: Stream | None = None
     try:
         stream = await mesh.open(peer, bulk=True)
         await stream.send(PeerRequest(ask=StateRequest(peer=mesh.peer)).canonical())
-        return await receive_state(stream, lengths)
+        fetched = await receive_state(stream, lengths, stall_s)
     except (StreamBroken, Rejected) as error:
         mesh.mark_broken(peer)
         raise RoundFailed(f"state transfer broke off: {error}") from None
     finally:
         if stream is not None:
             stream.close()
+    said = card.standing
+    if said is not None and (fetched.state.work, fetched.state.round) < (said.work, said.round):
+        # Adopting it would take this peer back to a state that the swarm has left.
+        raise RoundFailed(
+            f"the received state of round {fetched.state.round} is older than the peer's card says"
+        )
+    return fetched
 
 
-async def _receive_vector(stream: Stream, length: int) -> Vector:
-    vector = np.empty(length, np.float32)
+async def _receive_frame(stream: Stream, within_s: float | None) -> bytes | bytearray:
+    try:
+        async with asyncio.timeout(within_s):
+            return await stream.receive()
+    except TimeoutError:
+        raise RoundFailed(f"the peer sent nothing of its state for {within_s:.0f} s") from None
+
+
+async def _receive_vector(stream: Stream, length: int, within_s: float | None) -> Vector:
+    try:
+        vector = np.empty(length, np.float32)
+    except (MemoryError, ValueError) as error:
+        raise RoundFailed(f"a fragment of {length} values does not fit into memory: {error}") from None
     for piece in _slices(vector):
-        payload = await stream.receive()
+        payload = await _receive_frame(stream, within_s)
         if len(payload) != 4 * len(piece):
             raise RoundFailed(f"expected a frame of {4 * len(piece)} bytes of state, got {len(payload)}")
         piece[:] = np.frombuffer(payload, "<f4")

@@ -30,7 +30,7 @@ from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import AveragingGroup, Behind, FetchedState, Ready, Reduced, RoundFailed
 from shoal.diloco.averaging.leader import choose_group, refused_peers
 from shoal.diloco.averaging.peer_messages import Card, PeerRequest, ReadyRequest, StateRequest, StateVersion
-from shoal.diloco.averaging.state_transfer import receive_state, send_state
+from shoal.diloco.averaging.state_transfer import ServedState, receive_state
 from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings
@@ -53,7 +53,7 @@ class TorchftAverager:
         lighthouse: str,
         *,
         log: Log,
-        codec: CodecName = "fp16",
+        codec: CodecName = "fp16-scaled",
         host: str = "127.0.0.1",
         min_peers: int = 1,
         robust: RobustSettings | None = None,
@@ -72,8 +72,7 @@ class TorchftAverager:
         self._client: Any = None
         self._store: Any = None
         self._gloo: Any = None
-        self._state: tuple[OuterState, StateVersion] | None = None
-        self._step = self._phase = 0
+        self._served = ServedState()
         self._members: list[tuple[ReadyRequest | None, str]] = []
         self._holders: tuple[str, ...] = ()
         self._at_least = 0
@@ -91,7 +90,7 @@ class TorchftAverager:
 
     # -- joining and leaving --------------------------------------------------------------------------------
 
-    def join(self, *, deadline_s: float) -> FetchedState | None:
+    def join(self, *, deadline_s: float, lengths: tuple[int, ...] | None = None) -> FetchedState | None:
         if self._client is None:
             self._start(deadline_s)
         members = self._quorum(None, deadline_s)[1]
@@ -240,12 +239,12 @@ class TorchftAverager:
 
     def serve(self, state: OuterState, *, step: int) -> str:
         digest = state.digest()
-        self._state = state, StateVersion(work=state.work, round=state.round, state_digest=digest)
-        self._step, self._phase = step, 0
+        self._served.replace(state, StateVersion(work=state.work, round=state.round, state_digest=digest))
+        self._served.set_progress(phase=0, step=step)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
-        self._phase, self._step = phase, step
+        self._served.set_progress(phase=phase, step=step)
 
     def fetch(self, *, deadline_s: float) -> FetchedState:
         until_s, reason = time.monotonic() + deadline_s, "no peer offers one"
@@ -269,7 +268,7 @@ class TorchftAverager:
             try:
                 payload = await stream.receive()
                 PeerRequest.parse(bytes(payload))
-                await send_state(stream, self._state, phase=self._phase, step=self._step)
+                await self._served.send(stream)
                 await stream.wait_closed_by_peer(30.0)
             except (StreamBroken, Rejected) as error:
                 self._log.warning("request failed", reason=error)

@@ -65,7 +65,7 @@ class RoundsSection(Record):
     """The section [rounds]."""
 
     inner_steps: int = Field(default=500, ge=1)
-    codec: CodecName = "fp16"
+    codec: CodecName = "fp16-scaled"
     average: AverageKind = "mean"
     """"trimmed" leaves out the highest and lowest quarter of the sites at every coordinate."""
     max_norm_ratio: float = Field(default=3.0, ge=1)
@@ -147,4 +147,4 @@ def load_diloco_file(path: Path) -> DilocoFile:
             )
             for problem in error.errors(include_url=False)
         )
-        raise ValueError("\n".join(lines) + "\ndocs/diloco.md lists the keys") from None
+        raise ValueError("\n".join(lines) + "\n`shoal docs diloco` lists the keys") from None

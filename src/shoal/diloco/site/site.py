@@ -37,6 +37,7 @@ from shoal.diloco.site.language import (
     validation_loss,
     vocab_size,
 )
+from shoal.diloco.site_ranks import SiteCommand, SiteFollower, SiteRanks
 from shoal.files import (
     explain_full_disk,
     flush_folder,
@@ -74,32 +75,49 @@ class SiteProgress:
 
 
 class Site:
-    """Trains one site's model in a folder of its own."""
+    """Trains one site's model in a folder of its own.
+
+    With several ranks every rank has the whole model and computes its part of each batch; rank 0 calls `train`, the others call
+    `follow`. All ranks read the folder, rank 0 alone writes to it.
+    """
 
     def __init__(
         self,
         file: DilocoFile,
-        averager: Averager,
+        averager: Averager | None,
         *,
         folder: Path,
         device: str,
         peer: str,
         stop: threading.Event,
+        ranks: SiteRanks | None = None,
     ) -> None:
-        self.file, self._device, self._stop = file, device, stop
+        """Loads model and data. `averager` is None on every rank but 0."""
+        self.file, self._device, self._stop, self._ranks = file, device, stop, ranks
+        if ranks is not None and not ranks.leads:
+            ranks.wait_for_all()  # rank 0 makes the model's folder and the files of tokens first
         self.log = Log("site")
         self.progress = SiteProgress(last_step=file.run.steps)
         self.on_progress: Callable[[SiteProgress], None] = lambda progress: None
-        self.metrics = Metrics(folder / "metrics.jsonl")
+        self.metrics = None if averager is None else Metrics(folder / "metrics.jsonl")
+        """On rank 0 only."""
         self.model_folder = folder / "model"
         """Where the trained model is written at the end of the run."""
         self._source = model_folder(file.run.model, folder / "models", file.run.seed)
         torch.manual_seed(file.run.seed)
         self.model: nn.Module = load_language_model(self._source, device)
         self._load_data(folder, peer)
-        self.optimizer = self._make_optimizer(averager)
+        if ranks is not None and ranks.leads:
+            ranks.wait_for_all()
+        self._optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
         self._offered = OfferedRound(folder / "offered")
+
+    @property
+    def optimizer(self) -> DiLoCo:
+        """Returns rank 0's optimizer."""
+        assert isinstance(self._optimizer, DiLoCo), "rank 0 has it"
+        return self._optimizer
 
     def train(self, *, join_s: float) -> SiteProgress:
         """Resumes from the newest checkpoint, joins the swarm and trains to the end. Raises Stopped after saving."""
@@ -112,12 +130,13 @@ class Site:
         self.log.info("joined", peer=averager.peer, round=self.optimizer.outer_state.round)
         for address in averager.addresses:
             self.log.info("other sites can join by this address", address=address)
-        if adopted:
+        if adopted and self.metrics is not None:
             self.metrics.write("adopted", step=self.optimizer.steps)
         try:
             while self.optimizer.steps < self.file.run.steps:
                 if self._stop.is_set():
                     raise Stopped("stopped between two inner steps")
+                self._tell(SiteCommand.STEP)
                 self._step()
         except Stopped:
             self._save()
@@ -128,35 +147,59 @@ class Site:
         save_language_model(self.model, self._source, self.model_folder)
         return self.progress
 
+    def follow(self) -> None:
+        """Does another rank's part of rank 0's `train`, until rank 0 ends."""
+        follower = self._optimizer
+        assert isinstance(follower, SiteFollower), "rank 0 trains"
+        self._resume()
+        try:
+            follower.join()
+            while (command := follower.follow()) is not SiteCommand.END:
+                if command is SiteCommand.STEP:
+                    self._step()
+        except Stopped:
+            follower.follow_to_end()  # rank 0 writes its checkpoint
+        self.log.info("rank 0 is done", step=follower.steps)
+
     def close(self) -> None:
-        self.optimizer.close()
-        self.metrics.close()
+        """Leaves the swarm, and ends `follow` on the other ranks."""
+        self._optimizer.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self._tell(SiteCommand.END)
+
+    def _tell(self, command: SiteCommand) -> None:
+        if self._ranks is not None and self._ranks.leads:
+            self._ranks.tell(command)
 
     def _step(self) -> None:
         inner, started_s = self.file.inner, time.monotonic()
         other_s = self.progress.waited_s + self.progress.overhead_s
-        batch = self._samples.take(inner.batch)
-        loss = 0.0
-        for at in range(0, inner.batch, inner.micro_batch):
+        batch, loss = self._samples.take(inner.batch), 0.0
+        if self._ranks is not None:
+            batch = batch[self._ranks.rank :: self._ranks.size]
+        for at in range(0, len(batch), inner.micro_batch):
             micro = batch[at : at + inner.micro_batch]
             loss += self._backward(micro, share=len(micro) / inner.batch)
+        if self._ranks is not None:
+            loss = self._ranks.add_gradients(self.model, loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
-        for group in self.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(
                 inner.lr,
-                self.optimizer.steps,
+                self._optimizer.steps,
                 inner.warmup_steps,
                 self.file.run.steps,
                 final_share=inner.final_lr_share,
             )
-        self.optimizer.count_samples(inner.batch)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.progress.steps, self.progress.loss = self.optimizer.steps, loss
+        self._optimizer.count_samples(inner.batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.progress.steps, self.progress.loss = self._optimizer.steps, loss
         other_s = self.progress.waited_s + self.progress.overhead_s - other_s
         self.progress.compute_s += time.monotonic() - started_s - other_s
-        if self.optimizer.steps % 10 == 0:
-            self.metrics.write("step", step=self.optimizer.steps, loss=round(loss, 5))
+        if self.metrics is not None and self._optimizer.steps % 10 == 0:
+            self.metrics.write("step", step=self._optimizer.steps, loss=round(loss, 5))
         self.on_progress(self.progress)
 
     def _backward(self, rows: Tokens, *, share: float) -> float:
@@ -177,6 +220,7 @@ class Site:
         evaluated = report.round % rounds.eval_every == 0
         if evaluated:
             progress.validation = self._validate()
+        assert self.metrics is not None, "rank 0 reports"
         self.metrics.write(
             "round",
             round=report.round,
@@ -226,9 +270,12 @@ class Site:
         held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=vocabulary)
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
-    def _make_optimizer(self, averager: Averager) -> DiLoCo:
+    def _make_optimizer(self, averager: Averager | None) -> DiLoCo | SiteFollower:
         inner, rounds = self.file.inner, self.file.rounds
         adamw = torch.optim.AdamW(inner_groups(self.model, inner), lr=inner.lr, betas=(0.9, 0.95))
+        if averager is None:
+            assert self._ranks is not None, "a single process is rank 0"
+            return SiteFollower(self.model, inner=adamw, ranks=self._ranks, num_fragments=rounds.fragments)
         return DiLoCo(
             self.model,
             inner=adamw,
@@ -241,6 +288,7 @@ class Site:
                 overlap_steps=rounds.overlap_steps,
                 mix=rounds.mix,
             ),
+            ranks=self._ranks,
         )
 
     def _save(self) -> None:
@@ -271,8 +319,10 @@ class Site:
         with torch.no_grad():
             for name, value in kept["model"].items():
                 own[name].copy_(value)
-        self.optimizer.load_state_dict(kept["optimizer"])
+        self._optimizer.load_state_dict(kept["optimizer"])
         self._samples.position = kept["position"]
+        if not isinstance(self._optimizer, DiLoCo):
+            return
         # A pseudo-gradient offered after this checkpoint may be in the swarm's state: it must not count twice.
         self.optimizer.keep_local_work = self._offered.read() < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
@@ -304,14 +354,16 @@ def learning_rate(
     return top * (final_share + 0.5 * (1 - final_share) * (1 + math.cos(math.pi * done)))
 
 
+KEPT = 2
+"""Checkpoints that stay."""
 _NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")
 
 
 class SiteCheckpoints:
     """Checkpoint files with their BLAKE3 in the name. Each is complete or absent; the newest intact one is loaded."""
 
-    def __init__(self, folder: Path, *, log: Log, keep: int = 2) -> None:
-        self._folder, self._log, self._keep = folder, log, keep
+    def __init__(self, folder: Path, *, log: Log) -> None:
+        self._folder, self._log = folder, log
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, content: dict[str, Any]) -> Path:
@@ -326,7 +378,7 @@ class SiteCheckpoints:
         path = self._folder / f"step-{step:08d}-{_digest(complete)}.pt"
         os.replace(complete, path)
         flush_folder(self._folder)
-        for old in self._newest_first()[self._keep :]:
+        for old in self._newest_first()[KEPT:]:
             old.unlink(missing_ok=True)
         return path
 
