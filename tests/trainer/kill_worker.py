@@ -1,7 +1,8 @@
 """Started by test_trainer_kill.py: kills trainers with SIGKILL at chosen points, resumes each, and compares what was announced.
 
-Points are the calls that change a file's name, flush one, make a step, or announce a version: before each and after it. The
-parent serves the coordinator and never trains itself, because torch's gradients do not work in a process that was forked from
+Points are the calls that create, write, link, rename, flush or delete a file or folder, update weights, make a step, serve or
+announce a version: before each and after it. Also the middle of every file of a checkpoint and of a version, half of which is then
+on the disk. The parent serves the coordinator and never trains itself, because torch's gradients do not work in a process that was forked from
 one that has computed some.
 """
 
@@ -19,8 +20,11 @@ from typing import Any
 import torch
 from small_coordinator import SmallCoordinator
 
+from forked import in_child
+from shoal.shardcast.file_image import FileImage
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.io import checkpoint
 from shoal.trainer.io.publisher import OriginAddress, Publisher
 from shoal.trainer.loop import TrainerSite, run_trainer
 
@@ -51,6 +55,22 @@ class Killer:
 
         setattr(owner, name, call)
 
+    def inside(self, owner: Any, name: str, path_argument: int) -> None:
+        """Adds points around a function that writes a file, and one at which only half of the file is written."""
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def call(*arguments: Any, **keys: Any) -> Any:
+            self.point()
+            result = real(*arguments, **keys)
+            path = Path(arguments[path_argument])
+            os.truncate(path, path.stat().st_size // 2)
+            self.point()
+            result = real(*arguments, **keys)
+            self.point()
+            return result
+
+        setattr(owner, name, call)
+
 
 def train(coordinator: SmallCoordinator, folder: Path, minutes: float, killer: Killer | None) -> None:
     """Runs a trainer to the end of the run, or until it is killed."""
@@ -59,13 +79,23 @@ def train(coordinator: SmallCoordinator, folder: Path, minutes: float, killer: K
             (os, "rename"),
             (os, "replace"),
             (os, "fsync"),
+            (os, "link"),
+            (os, "symlink"),
+            (os, "mkdir"),
+            (os, "unlink"),
             (Path, "rename"),
+            (Path, "write_text"),
             (shutil, "rmtree"),
+            (shutil, "copyfile"),
+            (torch.optim.AdamW, "step"),
             (Lockstep, "step"),
             (Publisher, "serve"),
             (Publisher, "announce"),
         ):
             killer.around(owner, name)
+        killer.inside(checkpoint, "save_file", 1)
+        killer.inside(torch, "save", 1)
+        killer.inside(FileImage, "write", 1)
     site = TrainerSite(
         folder=folder,
         model="tiny",
@@ -77,24 +107,6 @@ def train(coordinator: SmallCoordinator, folder: Path, minutes: float, killer: K
     )
     config = CONFIG.model_copy(update={"checkpoint_minutes": minutes})
     run_trainer(config, site, stop=threading.Event())
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """Forks a process that runs `action`; returns its exit status, or the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        except BaseException:  # noqa: BLE001 - this process ends here, whatever it is
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def run_killed(at: int, minutes: float, scratch: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ NUM_STEPS = 3
 
 def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     """Makes three steps with a checkpoint after the first, then resumes from it and repeats the other two."""
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     kept = Checkpoints(folder, keep=2, log=Log("trainer"))
     figures = [lockstep.step(make_batch(0))]
     kept.begin(1, lockstep.later_snapshot(kept.shard_folder(1)), None)
@@ -48,7 +48,7 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
 
 def continue_from(checkpoint: Checkpoint, lockstep: Lockstep, model: Path, out: Path) -> None:
     """Continues from the checkpoint of a single process and saves the losses."""
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     lockstep.load_checkpoint(checkpoint)
     losses = [lockstep.step(make_batch(version)).loss for version in range(1, NUM_STEPS)]
     out.write_text(json.dumps(losses))
@@ -86,7 +86,7 @@ def lose_one(ranks: Ranks, model: Path, out: Path) -> None:
     if not ranks.leads:
         Learner.step = lambda *_: os._exit(0)  # type: ignore[method-assign]
         lockstep.follow()
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     try:
         lockstep.step(make_batch(0))
     except (RuntimeError, DeadlinePassed) as error:

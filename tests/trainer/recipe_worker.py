@@ -28,9 +28,12 @@ def main(model: str, out: str) -> None:
         if not ranks.leads:
             lockstep.follow()
             continue
-        lockstep.create_learner(Path(model), 0.8, 12)
+        lockstep.create_learner(Path(model), 12)
         lockstep.set_reference(Path(out) / f"{name}-{size}.safetensors")
-        figures = [asdict(lockstep.step(make_batch(version))) for version in range(NUM_STEPS)]
+        figures = [
+            asdict(lockstep.step(make_batch(version, temperatures=(0.8, 1.1))))
+            for version in range(NUM_STEPS)
+        ]
         torch.save(
             {"figures": figures, "weights": lockstep.snapshot().weights}, Path(out) / f"{name}-{size}.pt"
         )

@@ -123,6 +123,7 @@ class SmallCoordinator:
                     sha256=sha256,
                     prompt_index=prompt,
                     policy_version=policy_version,
+                    task=self.spec.task.title,
                     rewards=(*(float(rng.random() < 0.5) for _ in range(SAMPLES - 1)), 0.25),
                 )
                 for prompt in range(num_prompts)

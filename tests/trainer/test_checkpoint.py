@@ -12,14 +12,24 @@ import pytest
 import torch
 from tiny_learner import make_batch, make_learner
 
+from shoal.background import BackgroundTask
+from shoal.files import DiskFull
 from shoal.model.decoder import Decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints, take_snapshot
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS
+from shoal.trainer.io.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    LearnerSnapshot,
+    _write_shards,
+    take_snapshot,
+)
 from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.messages import StepReport
+from small_disk import small_disk
 
 
 def checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
@@ -251,3 +261,26 @@ def test_finish_raises_the_error_of_the_writer(
         kept.begin(0, partial(take_snapshot, make_learner(model)), None)
         with pytest.raises(OSError, match="No space left"):
             kept.finish(30)
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_shards_on_a_full_disk_raise_an_error_with_the_numbers_and_the_remedy(tmp_path: Path) -> None:
+    """What ranks write with torch.distributed.checkpoint, here by one process. What was there before stays."""
+    with small_disk(tmp_path, 4 << 20) as disk:
+        kept = checkpoints(disk)
+        (disk / "checkpoints" / "v000001").mkdir()
+
+        def take(num_values: int = 1 << 21) -> LearnerSnapshot:
+            shards, folder = {"weights.a": torch.zeros(num_values)}, kept.shard_folder(2)
+            saving = BackgroundTask("shards", partial(_write_shards, shards, folder, SINGLE_PROCESS))
+            optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+            return LearnerSnapshot(version=2, weights={}, optimizer=optimizer, random={"cpu": torch.zeros(1)}, saving=saving)  # fmt: skip
+
+        kept.begin(2, take, None)
+        with pytest.raises(DiskFull, match=r"no space left in .*checkpoints .*MB free\); free some space"):
+            kept.finish(60)
+        assert [path.name for path in (disk / "checkpoints").glob("v*")] == ["v000001"]
+        kept.begin(2, partial(take, 1 << 10), None)
+        kept.finish(60)
+        assert (disk / "checkpoints" / "v000002" / "manifest.json").exists()

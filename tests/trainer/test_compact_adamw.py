@@ -81,7 +81,7 @@ def losses(learner: Learner, num_steps: int) -> list[float]:
         learner.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro in learner.micro_batches(samples):
-            loss = -learner.policy.scores(micro, 1.0).logprobs_N.mean()
+            loss = -learner.policy.scores(micro).logprobs_N.mean()
             loss.backward()
             total += float(loss.detach())
         learner.optimizer.step()

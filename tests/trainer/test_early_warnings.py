@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.trainer.reporting.early_warnings import WarningTracker, early_warnings
+from shoal.trainer.reporting.early_warnings import QUIET_STEPS, WarningTracker, early_warnings
 from shoal.wire.messages import StepReport
 
 
@@ -95,23 +95,25 @@ def test_engine_gap_counts_on_fresh_rollouts_only() -> None:
 def test_starving_names_what_it_waits_for() -> None:
     said = sentence(reports(5, wait_s=9.0, waited_on="workers: none live (0 of 3 enrolled)"), "starving")
     assert said == (
-        "a step waits 9 s for rollouts and trains 1 s (medians of the last 5); "
+        "a step waits 9 s for rollouts and trains 1 s (medians of the last 5): more workers would make the run faster; "
         "the last wait was for workers: none live (0 of 3 enrolled)"
     )
+    on = "rollouts: 0 of 16 groups ready, 0 leases open on 2 live workers; 6 submissions at the validator"
+    assert "more validators would" in sentence(reports(5, wait_s=9.0, waited_on=on), "starving")
 
 
 def test_one_long_wait_is_not_starving() -> None:
     assert early_warnings(reports(5, wait_s=lambda step: 600.0 if step == 0 else 0.5)) == []
 
 
-def test_each_warning_is_given_once_until_it_stops() -> None:
+def test_each_warning_is_given_once_until_it_has_not_held_for_long() -> None:
     tracker = WarningTracker()
-    gaps = [0.002, 0.02, 0.02, 0.002, 0.02]
+    gaps = [0.002, 0.02, 0.02, 0.002, 0.02, *[0.002] * QUIET_STEPS, 0.02]
     run = [report for step, gap in enumerate(gaps) for report in reports(step + 1, logprob_gap=gap)[-1:]]
-    assert [len(tracker.add(report)) for report in run] == [0, 1, 0, 0, 1]
+    assert [len(tracker.add(report)) for report in run] == [0, 1, 0, 0, 0, *[0] * QUIET_STEPS, 1]
     assert tracker.add(run[-1]) == [], "a step that is reported again after a crash"
 
 
 def test_a_wait_for_the_trainers_own_publication_is_not_starving() -> None:
-    on = "the trainer: it has the batch of version 12 and has not published version 13"
+    on = "the trainer: it is training version 13"
     assert all(warning.kind != "starving" for warning in early_warnings(reports(5, wait_s=9.0, waited_on=on)))

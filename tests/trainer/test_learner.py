@@ -46,9 +46,9 @@ def test_good_answers_become_more_likely(model: Path) -> None:
     learner = make_learner(model)
     batch = make_batch(0)
     (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
-    before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    before_N = output_logprobs(learner.decoder, micro).detach()
     figures = learner.step(batch, threading.Event())
-    after_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    after_N = output_logprobs(learner.decoder, micro).detach()
     assert float(((after_N - before_N) * micro.advantages_N).mean()) > 0
     assert learner.version == 1
     assert figures.learning_rate == pytest.approx(1e-3 / 3)
@@ -59,7 +59,7 @@ def test_gap_is_measured_on_fresh_tokens(model: Path) -> None:
     batch = make_batch(0)
     learner = make_learner(model)
     (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
-    gaps_N = (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).abs().detach()
+    gaps_N = (output_logprobs(learner.decoder, micro) - micro.behaviour_N).abs().detach()
     assert 0 < int((micro.lags_N == 0).sum()) < len(gaps_N)
     figures = learner.step(batch, threading.Event())
     assert figures.logprob_gap == pytest.approx(float(gaps_N[micro.lags_N == 0].mean()), rel=1e-4)
@@ -70,7 +70,7 @@ def test_gap_is_measured_on_all_tokens_if_none_is_fresh(model: Path) -> None:
     batch = replace(batch, samples=tuple(replace(sample, lag=1) for sample in batch.samples))
     learner = make_learner(model)
     (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
-    gaps_N = (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).abs().detach()
+    gaps_N = (output_logprobs(learner.decoder, micro) - micro.behaviour_N).abs().detach()
     assert learner.step(batch, threading.Event()).logprob_gap == pytest.approx(float(gaps_N.mean()), rel=1e-4)
 
 
@@ -100,3 +100,19 @@ def test_master_weights_are_float32(model: Path) -> None:
     learner = make_learner(model, CONFIG)
     learner.step(make_batch(0), threading.Event())
     assert {parameter.dtype for parameter in learner.decoder.parameters()} == {torch.float32}
+
+
+def test_each_answer_is_trained_at_its_own_temperature(model: Path) -> None:
+    """The gradient of a mixed batch is that of its two halves, each at its one temperature."""
+    batch = make_batch(0, temperatures=(0.6, 1.4))
+    gradients = []
+    for samples in (batch.samples, batch.samples[:6], batch.samples[6:]):
+        learner = make_learner(model)
+        (micro,) = pack(samples, row_tokens=500, rows_per_micro_batch=1)
+        assert len(micro.by_temperature) == (2 if samples is batch.samples else 1)
+        (output_logprobs(learner.policy, micro) * micro.advantages_N).sum().backward()
+        parts = [one.grad.flatten() for one in learner.decoder.parameters() if one.grad is not None]
+        gradients.append(torch.cat(parts))
+    both, cold, warm = gradients
+    assert min(float(cold.norm()), float(warm.norm())) > 1e-3
+    torch.testing.assert_close(both, cold + warm, atol=1e-5, rtol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.model.load_model import load_decoder
+from shoal.model.rounded_weights import round_weights
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.data.pack import MicroBatch, pack
@@ -20,7 +21,7 @@ from shoal.trainer.reporting.step_figures import StepFigures
 
 def learner_with(model: Path, **settings: Any) -> Learner:
     config = TrainerConfig.model_validate(CONFIG.model_dump() | settings)
-    return Learner(load_decoder(model), config, temperature=0.8, max_new_tokens=12)
+    return Learner(load_decoder(model), config, max_new_tokens=12)
 
 
 def grouped(version: int = 0, num_groups: int = 4) -> TrainBatch:
@@ -72,6 +73,36 @@ def test_two_updates_equal_two_steps_on_half_the_batch(model: Path) -> None:
     assert figures.learning_rate == last.learning_rate == pytest.approx(1e-3 * 2 / 3)
 
 
+# -- tokens drawn with rounded weights ------------------------------------------------------------------------
+
+
+def drawn_by_int8(model: Path) -> TrainBatch:
+    """Returns samples whose log-probs are those of the weights rounded to int8, as a worker with int8 weights reports them."""
+    rounded = learner_with(model)
+    round_weights(rounded.decoder, "int8")
+    samples = []
+    for sample in make_batch(0).samples:
+        micro = whole(replace(make_batch(0), samples=(sample,)))
+        logprobs_N = output_logprobs(rounded.decoder, micro).detach()
+        samples.append(replace(sample, logprobs=tuple(logprobs_N.tolist()), lag=0))
+    return replace(make_batch(0), samples=tuple(samples))
+
+
+def test_the_ratio_to_the_worker_corrects_for_rounded_weights(model: Path) -> None:
+    """The first update weighs each token by published / rounded: by the ratio itself, or by the correction of `recompute`."""
+    batch = drawn_by_int8(model)
+    by_ratio = learner_with(model)
+    figures = step(by_ratio, batch)
+    assert figures.logprob_gap > 1e-3, "rounding has changed the probabilities"
+    corrected = learner_with(model, behaviour="recompute", correction="truncate")
+    step(corrected, batch)
+    ignored = learner_with(model, behaviour="recompute")
+    step(ignored, batch)
+    expected, same, other = (gradient_of(one) for one in (by_ratio, corrected, ignored))
+    assert float((same - expected).norm() / expected.norm()) < 1e-3
+    assert float((other - expected).norm() / expected.norm()) > 1e-2
+
+
 # -- behaviour log-probs --------------------------------------------------------------------------------------
 
 
@@ -83,7 +114,7 @@ def test_recomputed_ratio_is_one_at_the_first_update(model: Path) -> None:
     assert figures.clip_fraction == 0
     expected = learner_with(model)
     micro = whole(batch)
-    logprobs_N = output_logprobs(expected.decoder, micro, temperature=0.8)
+    logprobs_N = output_logprobs(expected.decoder, micro)
     (-(logprobs_N * micro.advantages_N).mean()).backward()
     torch.testing.assert_close(gradient_of(learner), gradient_of(expected), atol=2e-6, rtol=1e-4)
 
@@ -109,9 +140,7 @@ def test_gap_figures(model: Path) -> None:
     batch = replace(batch, samples=tuple(replace(sample, lag=0) for sample in batch.samples))
     learner = learner_with(model)
     micro = whole(batch)
-    difference_N = (
-        (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).detach().double()
-    )
+    difference_N = (output_logprobs(learner.decoder, micro) - micro.behaviour_N).detach().double()
     figures = step(learner, batch)
     assert figures.logprob_gap == pytest.approx(float(difference_N.abs().mean()), rel=1e-4)
     assert figures.logprob_gap_max == pytest.approx(float(difference_N.abs().max()), rel=1e-4)
@@ -180,7 +209,7 @@ def test_reference_weights_are_swapped_in_and_out(model: Path, tmp_path: Path) -
     learner = make_learner(model)
     path = tmp_path / "reference.safetensors"
     start, micro = weights_of(learner), whole(make_batch(0))
-    before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    before_N = output_logprobs(learner.decoder, micro).detach()
     weights: dict[str, torch.Tensor] = dict(learner.decoder.named_parameters())
     assert load_reference(path, weights, 0) is weights
     reference = Reference(learner.decoder)
@@ -189,7 +218,7 @@ def test_reference_weights_are_swapped_in_and_out(model: Path, tmp_path: Path) -
     again = load_reference(path, weights, 1)
     assert all(torch.equal(again[name], value) for name, value in zip(weights, start, strict=True))
     with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder, learner.policy.reshard):
-        assert torch.equal(output_logprobs(learner.decoder, micro, temperature=0.8).detach(), before_N)
+        assert torch.equal(output_logprobs(learner.decoder, micro).detach(), before_N)
         assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), start, strict=True))
         raise ZeroDivisionError
     assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), moved, strict=True))
@@ -254,4 +283,4 @@ def test_no_loss_depends_on_packing(model: Path, loss: str, normalisation: str) 
 
 def test_constant_normalisation_needs_its_constant(model: Path) -> None:
     with pytest.raises(ValueError, match="divides by max_new_tokens"):
-        Learner(load_decoder(model), TrainerConfig(loss="dr_grpo"), temperature=1.0)
+        Learner(load_decoder(model), TrainerConfig(loss="dr_grpo"))

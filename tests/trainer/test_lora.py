@@ -22,7 +22,7 @@ POSITIONS_BT = torch.arange(8)[None]
 def lockstep_of(model: Path, **keys: object) -> Lockstep:
     config = TrainerConfig(**(CONFIG.model_dump() | {"lora_rank": 4, "learning_rate": 1e-2} | keys))
     lockstep = Lockstep(config, SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event())
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     return lockstep
 
 

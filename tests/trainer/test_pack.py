@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,16 @@ def test_too_long_a_sample_is_named() -> None:
         fit_rows([sample_of(12, 4)], row_tokens=10)
 
 
-def test_logprobs_do_not_depend_on_neighbours(model: Path) -> None:
+def test_logprobs_are_those_of_the_own_temperature_and_do_not_depend_on_neighbours(model: Path) -> None:
     learner = make_learner(model)
     rng = random.Random(3)
-    samples = [make_sample(rng) for _ in range(6)]
+    temperatures = (0.8, 1.3, 0.8, 0.5, 1.3, 0.8)
+    samples = [replace(make_sample(rng), temperature=value) for value in temperatures]
     (packed,) = pack(samples, row_tokens=200, rows_per_micro_batch=8)
+    assert [temperature for temperature, _ in packed.by_temperature] == [0.5, 0.8, 1.3]
     in_order = fit_rows(samples, 200)[0]
     with torch.no_grad():
-        together_N = output_logprobs(learner.decoder, packed, temperature=0.8)
+        together_N = output_logprobs(learner.decoder, packed)
         alone_N = torch.cat([plain_logprobs(learner, sample) for sample in in_order])
     torch.testing.assert_close(together_N, alone_N, atol=2e-5, rtol=0)
 
@@ -71,7 +74,7 @@ def plain_logprobs(learner: Learner, sample: TrainSample) -> torch.Tensor:
     """Computes log-probs from the definition; shares only the decoder with the packed path."""
     tokens_1T = torch.tensor([sample.tokens])
     states_1TH = learner.decoder(tokens_1T, torch.arange(tokens_1T.shape[1])[None])
-    logp_TV = (learner.decoder.logits(states_1TH[0]) / 0.8).log_softmax(-1)
+    logp_TV = (learner.decoder.logits(states_1TH[0]) / sample.temperature).log_softmax(-1)
     return torch.stack(
         [logp_TV[place - 1, sample.tokens[place]] for place in range(sample.prompt_len, len(sample.tokens))]
     )

@@ -21,14 +21,14 @@ from shoal.trainer.optim.learner import Learner, output_logprobs
 
 def learner_of(model: Path, **keys: Any) -> Learner:
     config = TrainerConfig(**(CONFIG.model_dump() | keys))
-    return Learner(load_causal(model), config, temperature=0.8)
+    return Learner(load_causal(model), config)
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Returns the gradients of a batch's summed log-probs."""
     learner.decoder.zero_grad()
     for micro in pack(make_batch(0).samples, row_tokens=48, rows_per_micro_batch=2):
-        output_logprobs(learner.policy, micro, temperature=0.8).sum().backward()
+        output_logprobs(learner.policy, micro).sum().backward()
     return {name: one.grad for name, one in learner.decoder.named_parameters() if one.grad is not None}
 
 
@@ -141,7 +141,7 @@ def test_a_run_continues_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, k
     norms = []
     for device in ("cpu", "cuda", "cuda", "cpu"):
         lockstep = Lockstep(config, SINGLE_PROCESS, device=device, log=Log("trainer"), stop=threading.Event())
-        lockstep.create_learner(model, 0.8)
+        lockstep.create_learner(model)
         kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
         if (checkpoint := kept.newest()) is not None:
             lockstep.load_checkpoint(checkpoint)
@@ -152,5 +152,5 @@ def test_a_run_continues_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, k
         update={"compute_dtype": "float32"}
     )  # two bfloat16 runs differ by up to 15 % here
     alone = Lockstep(exact, SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event())
-    alone.create_learner(model, 0.8)
+    alone.create_learner(model)
     assert norms == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)

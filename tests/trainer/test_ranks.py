@@ -24,7 +24,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.pack import pack, pack_for_rank, without_outputs
+from shoal.trainer.data.pack import pack, pack_for_rank
 from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
 from shoal.trainer.io.checkpoint import Checkpoints
@@ -163,7 +163,7 @@ def test_one_process_continues_from_the_checkpoint_of_two(results: dict[Any, Any
     lockstep = Lockstep(
         TrainerConfig(**PLAIN), SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event()
     )
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     lockstep.load_checkpoint(checkpoint)
     found = [lockstep.step(make_batch(version)) for version in (1, 2)]
     expected = results["plain", 1]["figures"][1:]
@@ -225,7 +225,7 @@ def test_a_single_process_gets_all_micro_batches() -> None:
 
 def test_an_empty_micro_batch_has_tokens_but_no_outputs() -> None:
     (micro,) = pack(make_batch(0).samples, row_tokens=500, rows_per_micro_batch=1)
-    empty = without_outputs(micro)
+    empty = micro.without_outputs()
     assert empty.tokens_BT.shape == (1, 2)
     assert empty.targets_N.numel() == empty.advantages_N.numel() == 0
 

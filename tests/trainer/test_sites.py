@@ -1,5 +1,8 @@
 """Two trainer sites in one process: each trains on its own batches, and after a merge both hold the same weights."""
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,13 +16,13 @@ from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.config import DilocoConfig, TrainerConfig
+from shoal.trainer.config import DilocoConfig
 from shoal.trainer.distributed.sites import Sites, make_averager
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.load_checkpoint import load_checkpoint
-from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.trainer.optim.learner import Learner
 
+HERE = Path(__file__).parent
 DILOCO = DilocoConfig(inner_steps=2, codec="fp32", deadline_s=120.0)
 
 
@@ -126,16 +129,29 @@ def test_torchft_needs_its_lighthouse() -> None:
         )
 
 
-def test_several_ranks_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = TrainerConfig(diloco=DilocoConfig())
-    site = TrainerSite(
-        folder=tmp_path,
-        model="tiny",
-        coordinator_url="http://127.0.0.1:1",
-        key=None,  # type: ignore[arg-type]
-        run_key=None,  # type: ignore[arg-type]
-        address=None,  # type: ignore[arg-type]
-        num_ranks=2,
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_a_site_of_two_ranks_merges_like_one_of_a_single_rank(tmp_path: Path) -> None:
+    """Weights are sharded over the ranks (FSDP2), rank 0 merges; the other site has one rank."""
+    model = make_model(tmp_path / "model")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [sys.executable, *command, str(HERE / "site_ranks_worker.py"), str(model), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{HERE.parents[1] / 'src'}:{HERE}", "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    with pytest.raises(ValueError, match="must be one process"):
-        run_trainer(config, site, stop=threading.Event())
+    hub = LocalHub()
+    (one, its), (other, others) = make_site(hub, model), make_site(hub, model)
+    its.join()
+    others.join()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(train, learner, seed=seed, steps=4) for seed, learner in enumerate((one, other))]
+        seen, _ = (job.result(120) for job in jobs)
+    its.close()
+    others.close()
+    _, log = process.communicate(timeout=300)
+    assert process.returncode == 0, log
+    found = torch.load(tmp_path / "sharded.pt", weights_only=True)
+    sharded = torch.cat([found[name].flatten() for name, _ in one.decoder.named_parameters()])
+    assert torch.allclose(sharded, seen[-1], atol=1e-4)

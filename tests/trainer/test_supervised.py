@@ -29,7 +29,7 @@ def held_out_loss(model: Path, learner: Learner) -> float:
     samples = [answered_problem(TASK, tokenizer, seed) for seed in range(1000, 1032)]
     (micro,) = pack(samples, row_tokens=1000, rows_per_micro_batch=1)
     with torch.no_grad():
-        return -float(output_logprobs(learner.decoder, micro, temperature=1.0).mean())
+        return -float(output_logprobs(learner.decoder, micro).mean())
 
 
 def test_warm_up_lowers_the_held_out_loss(model: Path) -> None:

@@ -12,6 +12,7 @@ from shoal.trainer.data.pack import pack
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 
+TEMPERATURES = {"sort": 1.0, "sums": 0.6}
 LEASE, SHA = "ab" * 16, "cd" * 32
 
 
@@ -32,7 +33,7 @@ def make_table(version: int = 4) -> RolloutTable:
     return RolloutTable(lease_id=LEASE, policy_version=version, rows=rows)
 
 
-def make_group(prompt_index: int, rewards: tuple[float, ...], version: int = 4) -> Group:
+def make_group(prompt_index: int, rewards: tuple[float, ...], version: int = 4, task: str = "sort") -> Group:
     return Group(
         group_id=f"g{prompt_index}",
         lease_id=LEASE,
@@ -40,6 +41,7 @@ def make_group(prompt_index: int, rewards: tuple[float, ...], version: int = 4) 
         prompt_index=prompt_index,
         policy_version=version,
         rewards=rewards,
+        task=task,
     )
 
 
@@ -49,10 +51,11 @@ def make_batch(*groups: Group, version: int = 5) -> Batch:
 
 def test_samples_are_in_the_order_of_the_groups() -> None:
     built = build_batch(
-        make_batch(make_group(1, (0.0, 1.0)), make_group(0, (1.0, 0.5))),
+        make_batch(make_group(1, (0.0, 1.0)), make_group(0, (1.0, 0.5), task="sums")),
         {SHA: make_table()},
         max_lag=2,
         advantage="mean",
+        temperatures=TEMPERATURES,
     )
     assert [sample.tokens for sample in built.samples] == [
         (1, 2, 11, 3, 9),
@@ -61,8 +64,9 @@ def test_samples_are_in_the_order_of_the_groups() -> None:
         (1, 2, 10, 4, 9),
     ]
     assert [sample.advantage for sample in built.samples] == [-0.5, 0.5, 0.25, -0.25]
+    assert [sample.temperature for sample in built.samples] == [1.0, 1.0, 0.6, 0.6]
     assert {sample.lag for sample in built.samples} == {1}
-    assert (built.num_groups, built.num_outputs, built.num_tokens, built.dropped_groups) == (2, 8, 20, 3)
+    assert (built.num_groups, built.num_outputs, built.num_tokens, built.told.dropped_groups) == (2, 8, 20, 3)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +78,17 @@ def test_samples_are_in_the_order_of_the_groups() -> None:
         (make_batch(make_group(2, (0.0, 1.0))), make_table(), "prompt 2 has samples"),
         (make_batch(make_group(0, (0.0, 1.0))), make_table(version=3), "by version 3"),
         (make_batch(make_group(0, (0.0, 1.0)), make_group(0, (0.0, 1.0))), make_table(), "occurs twice"),
+        (
+            make_batch(make_group(0, (0.0, 1.0), task="other")),
+            make_table(),
+            "g0 is of task 'other', the run's terms have 'sort', 'sums'",
+        ),
         (make_batch(), make_table(), "holds no groups"),
     ],
 )
 def test_mismatch_is_named(batch: Batch, table: RolloutTable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_batch(batch, {SHA: table}, max_lag=2, advantage="std")
+        build_batch(batch, {SHA: table}, max_lag=2, advantage="std", temperatures=TEMPERATURES)
 
 
 def test_mean_advantages() -> None:
@@ -115,7 +124,12 @@ def test_a_batch_survives_its_way_to_another_rank() -> None:
         pack(again.samples, row_tokens=48, rows_per_micro_batch=2),
         strict=True,
     ):
-        for field in fields(micro):
-            assert torch.equal(getattr(micro, field.name), getattr(other, field.name))
+        for name in (field.name for field in fields(micro) if field.name != "by_temperature"):
+            assert torch.equal(getattr(micro, name), getattr(other, name))
+        for (temperature, places), received_ones in zip(
+            micro.by_temperature, other.by_temperature, strict=True
+        ):
+            assert temperature == received_ones[0]
+            assert torch.equal(places, received_ones[1])
     per_token = sum(getattr(sent, field.name).nbytes for field in fields(sent)) / batch.num_tokens
     assert per_token < 16

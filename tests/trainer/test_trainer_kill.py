@@ -13,13 +13,13 @@ SOURCE = HERE.parents[1] / "src"
 
 
 def kill_everywhere(scratch: Path, *, minutes: float, every: int) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "kill_worker.py"), str(scratch), str(minutes), str(every)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     whole, *killed = json.loads((scratch / "results.json").read_text())
     assert sorted(whole["digests"]) == ["0", "1", "2", "3"]
-    assert whole["points"] > 30
+    assert whole["points"] > 100
     assert killed
     for one in killed:
         assert one["ended"] == 0, (
@@ -35,7 +35,7 @@ def kill_everywhere(scratch: Path, *, minutes: float, every: int) -> None:
 @pytest.mark.timeout(900)
 def test_killed_at_some_points_without_checkpoints_between(tmp_path: Path) -> None:
     """Only version 0 and the last have a checkpoint: all versions between are made again."""
-    kill_everywhere(tmp_path, minutes=10, every=9)
+    kill_everywhere(tmp_path, minutes=10, every=29)
 
 
 @pytest.mark.slow

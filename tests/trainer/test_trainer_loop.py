@@ -25,6 +25,7 @@ from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Announce
 from shoal.wire.record import Sealed
+from small_disk import fill, small_disk
 
 CONFIG = TrainerConfig(
     learning_rate=1e-3,
@@ -321,6 +322,30 @@ def test_a_checkpoint_on_a_full_disk_ends_the_run_with_numbers_and_the_run_goes_
         assert (tmp_path / "checkpoints" / "v000001").exists()
         monkeypatch.setattr(shutil, "disk_usage", usage)
         run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        assert coordinator.digests() == whole[0].digests()
+
+
+@pytest.mark.parametrize("minutes", [0.0, 10.0], ids=["in a checkpoint", "in a publication"])
+def test_a_real_disk_that_fills_up_ends_the_run_and_the_run_goes_on(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path], minutes: float
+) -> None:
+    """The disk is filled to the last byte when version 1 is announced, and freed before the second process."""
+    config = CONFIG.model_copy(update={"checkpoint_minutes": minutes})
+    fillers: list[Path] = []
+
+    def fill_disk(told: Announce) -> None:
+        if told.manifest.body.version == 1 and not fillers:
+            fillers.append(fill(disk))
+
+    with small_disk(tmp_path, 48 << 20) as disk, SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = fill_disk
+        with pytest.raises(
+            DiskFull, match=r"(no space left in|needs \d+\.\d MB).*(free some space|then).*"
+        ) as full:
+            run_trainer(config, site(disk / "trainer", coordinator), stop=threading.Event())
+        assert "MB" in str(full.value) and str(disk) in str(full.value), "folder and numbers"
+        fillers[0].unlink()
+        run_trainer(config, site(disk / "trainer", coordinator), stop=threading.Event())
         assert coordinator.digests() == whole[0].digests()
 
 

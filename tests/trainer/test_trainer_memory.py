@@ -40,7 +40,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
         ValueError,
         match=r"need .* GB of memory \(host\): weights .* 0.0 GB are free; set trainer.optimizer_states",
     ):
-        lockstep.create_learner(model, 0.8)
+        lockstep.create_learner(model)
     assert not hasattr(lockstep, "learner")
 
 

@@ -19,7 +19,7 @@ from shoal.trainer.io.weights_diff import WeightsDiff, count_changed
 
 def make_lockstep(model: Path) -> Lockstep:
     lockstep = Lockstep(CONFIG, SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event())
-    lockstep.create_learner(model, 0.8)
+    lockstep.create_learner(model)
     return lockstep
 
 

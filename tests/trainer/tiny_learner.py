@@ -21,7 +21,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_learner(model: Path, config: TrainerConfig = CONFIG) -> Learner:
-    return Learner(load_decoder(model), config, temperature=0.8)
+    return Learner(load_decoder(model), config)
 
 
 def make_sample(rng: random.Random, *, lag: int = 0) -> TrainSample:
@@ -32,18 +32,24 @@ def make_sample(rng: random.Random, *, lag: int = 0) -> TrainSample:
         logprobs=tuple(-rng.uniform(3.5, 5.5) for _ in range(num_outputs)),
         advantage=rng.gauss(0, 1),
         lag=lag,
+        temperature=0.8,
     )
 
 
-def make_batch(version: int, num_samples: int = 12) -> TrainBatch:
+def make_batch(
+    version: int, num_samples: int = 12, temperatures: tuple[float, float] = (0.8, 0.8)
+) -> TrainBatch:
+    """Returns a batch of two groups, each with its temperature."""
     rng = random.Random(version)
     return TrainBatch(
         version=version,
         samples=tuple(
-            replace(make_sample(rng, lag=rng.choice([0, 1])), group=2 * index // num_samples)
+            replace(
+                make_sample(rng, lag=rng.choice([0, 1])),
+                group=(group := 2 * index // num_samples),
+                temperature=temperatures[group],
+            )
             for index in range(num_samples)
         ),
         num_groups=2,
-        dropped_groups=1,
-        reward_mean=0.5,
     )

@@ -124,6 +124,11 @@ class TrainerConfig(Record):
     seed: int = Field(default=0, ge=0)
 
     @property
+    def passes_per_token(self) -> int:
+        """Returns the arithmetic of training on a token, in forward passes: 1 forward, 2 backward, recomputation and scoring."""
+        return 3 + self.activation_checkpointing + (self.behaviour == "recompute") + (self.kl > 0)
+
+    @property
     def recipe(self) -> Recipe:
         """Returns the loss's defaults with the run file's settings in their place."""
         own = RECIPES[self.loss]

@@ -44,6 +44,7 @@ from shoal.trainer.distributed.ranks import as_lost_rank, join_ranks
 from shoal.trainer.distributed.sites import Sites, make_averager
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings
+from shoal.trainer.io.recalibration import MeasureNoise, Recalibration
 from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.reporting.early_warnings import WarningTracker
 from shoal.trainer.reporting.recorder import ExposedTime, StepRecorder
@@ -82,6 +83,8 @@ class TrainerSite:
     """Versions are published as deltas. Versions divisible by this are also published whole, for nodes that join late."""
     peer: PeerAddress = field(default_factory=PeerAddress)
     """Where this trainer meets other sites, if the run file has a [trainer.diloco]."""
+    measure_noise: MeasureNoise | None = None
+    """Repeats the calibration with the model in a folder; None if this machine cannot."""
     rank: int = 0
     num_ranks: int = 1
     """Rank and number of processes, as set by torchrun."""
@@ -92,13 +95,13 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
     if site.num_threads:
         torch.set_num_threads(site.num_threads)
     log = Log("trainer")
-    if config.diloco is not None and site.num_ranks > 1:
-        raise ValueError(
-            f"[trainer.diloco] with {site.num_ranks} ranks: a site's trainer must be one process; start it without torchrun"
-        )
-    # Between two commands rank 0 waits at most for a checkpoint, an announcement and a batch.
+    # Between two commands rank 0 waits at most for a checkpoint, an announcement and a batch, or for a merge with other sites.
+    merge_s = config.diloco.deadline_s if config.diloco is not None else 0.0
     ranks = join_ranks(
-        rank=site.rank, size=site.num_ranks, device=site.device, command_timeout_s=3 * site.deadline_s + 60
+        rank=site.rank,
+        size=site.num_ranks,
+        device=site.device,
+        command_timeout_s=3 * max(site.deadline_s, merge_s) + 60,
     )
     lockstep = Lockstep(config, ranks, device=site.device, log=log, stop=stop)
     try:
@@ -178,6 +181,7 @@ class _TrainerRun:
             client,
             config,
             max_lag=spec.max_lag,
+            temperatures={task.title: spec.sampling.of(task).temperature for task in spec.tasks},
             deadline_s=site.deadline_s,
             while_waiting=self._publication.check,
         )
@@ -196,6 +200,7 @@ class _TrainerRun:
                 snapshot_every=site.snapshot_every,
                 last_version=spec.last_version,
                 archive=config.archive,
+                recalibration=Recalibration(spec, site.folder, self._model_folder, site.measure_noise, log),
             ),
             log=log,
         )
@@ -205,9 +210,8 @@ class _TrainerRun:
         self._publisher.start()
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
-        sampling = self._spec.sampling
-        longest = max(sampling.of(task).max_new_tokens for task in self._spec.tasks)
-        self._lockstep.create_learner(self._model_folder, sampling.temperature, longest)
+        longest = max(self._spec.sampling.of(task).max_new_tokens for task in self._spec.tasks)
+        self._lockstep.create_learner(self._model_folder, longest)
         self._lockstep.learner.before_change = self._wait_for_readers
         checkpoint = self._checkpoints.newest()
         if checkpoint is None:
@@ -223,7 +227,7 @@ class _TrainerRun:
         self._catch_up(checkpoint.state.report)
         # Joined only now: joining may change the weights, and this version must be published with the same ones again.
         if self._sites is not None:
-            self._sites.join()
+            self._lockstep.join_sites(self._sites)
 
     def main_loop(self) -> None:
         """Makes one version per batch until the last version is published."""
@@ -291,6 +295,7 @@ class _TrainerRun:
             disk_bytes=folder_bytes(self._site.folder),
             publish_exposed_s=exposed.publish_s,
             checkpoint_exposed_s=exposed.checkpoint_s,
+            train_passes=self._lockstep.learner.config.passes_per_token,
         )
         return self._warnings.with_warnings(report)
 
@@ -335,7 +340,9 @@ class _TrainerRun:
         self._create_sites()
         self._lockstep.set_reference(self._reference_path)
         if self._sites is not None:
-            self._sites.join()  # a new site's first version has the weights that the others have reached
+            self._lockstep.join_sites(
+                self._sites
+            )  # a new site's first version has the weights that the others have reached
         parameters = sum(one.numel() for one in self._lockstep.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
         self._save()
@@ -366,9 +373,7 @@ class _TrainerRun:
             rederived = Rederived(checkpoint_version=first, differing_words=differing)
             self._metrics.write("rederived", version=version, checkpoint=first, differing_words=differing)
             self._checkpoint_at_s = time.monotonic()
-        self._publisher.announce(
-            manifest, report, checkpoint_version=self._checkpoints.covered, rederived=rederived
-        )
+        self._publisher.announce(manifest, report, rederived)
         if report is not None:
             self._recorder.record(report)
         self._announced = version
@@ -413,15 +418,15 @@ class _TrainerRun:
         diloco = self._config.diloco
         if diloco is None:
             return
-        log, learner = Log("sites"), self._lockstep.learner
-        averager = make_averager(diloco, self._site.peer, self._spec.run, log=log, stop=self._stop)
-        self._sites = Sites(learner, diloco, averager, metrics=self._metrics, stop=self._stop)
-        learner.sites = self._sites
+        averager = make_averager(diloco, self._site.peer, self._spec.run, log=Log("sites"), stop=self._stop)
+        self._sites = self._lockstep.create_sites(averager, metrics=self._metrics, stop=self._stop)
 
     def _tasks(self) -> tuple[TaskSpec, ...]:
         """Returns the run's tasks, after fetching their files to this machine."""
         data = self._site.folder / "data"
-        fetch_files(self._client, run_digests(self._spec), data, deadline_s=self._site.deadline_s)
+        fetch_files(
+            self._client, run_digests(self._spec, to_grade=False), data, deadline_s=self._site.deadline_s
+        )
         return tuple(with_files_from(task, data) for task in self._spec.tasks)
 
     def _adapters_to_send(self) -> list[AdapterMatrices]:
@@ -444,13 +449,14 @@ class _TrainerRun:
         if self._config.diloco is not None:
             self._checkpoints.finish(self._site.deadline_s)
         manifest = self._publisher.serve(folder, version)
-        self._publisher.announce(manifest, report, checkpoint_version=self._checkpoints.covered)
+        moved = self._publisher.announce(manifest, report)
         self._announced = version
         self._metrics.write(
             "published",
             version=version,
             publish_s=round(time.monotonic() - started_s, 3),
             bytes=manifest.body.payload_bytes,
+            **({} if moved is None else {"moved": round(moved, 5)}),
         )
         self._recorder.record(report)
 

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -32,10 +32,15 @@ class TrainSample:
     """The trainer's version minus the version that generated the answer."""
     group: int = 0
     """Index of its group in the batch."""
+    temperature: float = 1.0
+    """Sampling temperature of its task. Log-probs are those of softmax(logits / temperature)."""
 
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+
+_NO_FIGURES = Batch(version=0, groups=(), dropped_groups=0, stale_groups=0, reward_mean=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +50,10 @@ class TrainBatch:
     version: int
     samples: tuple[TrainSample, ...]
     num_groups: int
-    dropped_groups: int
-    reward_mean: float
-    stale_groups: int = 0
+    told: Batch = _NO_FIGURES
+    """The coordinator's figures of the batch: its answer without the groups."""
     waited_on: str = ""
     """What the coordinator said the batch was waiting for; empty if it was ready at once."""
-    dropped_share: float = 0.0
-    unparseable: float = 0.0
-    accepted_reward_mean: float | None = None
-    accepted_rollouts: int = 0
-    tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
-    generate_s: float = 0.0
-    check_s: float = 0.0
 
     @property
     def num_outputs(self) -> int:
@@ -90,6 +87,7 @@ class BatchTensors:
     counts_S4: Tensor
     """Number of tokens, length of the prompt, lag and group of each sample."""
     advantages_S: Tensor
+    temperatures_S: Tensor
     tokens_T: Tensor
     logprobs_N: Tensor
 
@@ -100,6 +98,7 @@ class BatchTensors:
         return cls(
             counts_S4=torch.tensor(counts, dtype=torch.int64),
             advantages_S=torch.tensor([one.advantage for one in samples], dtype=torch.float64),
+            temperatures_S=torch.tensor([one.temperature for one in samples], dtype=torch.float64),
             tokens_T=torch.cat([torch.as_tensor(one.tokens, dtype=torch.int32) for one in samples]),
             logprobs_N=torch.cat([torch.as_tensor(one.logprobs, dtype=torch.float32) for one in samples]),
         )
@@ -110,6 +109,7 @@ class BatchTensors:
         return cls(
             counts_S4=torch.empty(num_samples, 4, dtype=torch.int64),
             advantages_S=torch.empty(num_samples, dtype=torch.float64),
+            temperatures_S=torch.empty(num_samples, dtype=torch.float64),
             tokens_T=torch.empty(num_tokens, dtype=torch.int32),
             logprobs_N=torch.empty(num_outputs, dtype=torch.float32),
         )
@@ -117,8 +117,8 @@ class BatchTensors:
     def batch(self, header: TrainBatch) -> TrainBatch:
         """Returns `header` with these samples. They share the tensors' memory."""
         samples, token, output = [], 0, 0
-        for (length, prompt_len, lag, group), advantage in zip(
-            self.counts_S4.tolist(), self.advantages_S.tolist(), strict=True
+        for (length, prompt_len, lag, group), advantage, temperature in zip(
+            self.counts_S4.tolist(), self.advantages_S.tolist(), self.temperatures_S.tolist(), strict=True
         ):
             num_outputs = length - prompt_len
             samples.append(
@@ -129,6 +129,7 @@ class BatchTensors:
                     advantage=advantage,
                     lag=lag,
                     group=group,
+                    temperature=temperature,
                 )
             )
             token, output = token + length, output + num_outputs
@@ -141,11 +142,13 @@ def build_batch(
     *,
     max_lag: int,
     advantage: AdvantageKind,
+    temperatures: Mapping[str, float],
     waited_on: str = "",
 ) -> TrainBatch:
-    """Returns the samples of every group, in the batch's order. `tables` has the rollout tables by SHA-256.
+    """Returns the samples of every group, in the batch's order. `tables` has the rollout tables by SHA-256, `temperatures` those of
+    the tasks by title.
 
-    Raises ValueError if a group and its table do not match.
+    Raises ValueError if a group and its table do not match, or for a group of an unknown task.
     """
     rows_by_group = _rows_by_group(tables)
     samples: list[TrainSample] = []
@@ -159,6 +162,11 @@ def build_batch(
             raise ValueError(
                 f"batch {batch.version}: group {group.group_id} is by version {group.policy_version}, lag {lag}; max_lag is {max_lag}"
             )
+        if group.task not in temperatures:
+            raise ValueError(
+                f"batch {batch.version}: group {group.group_id} is of task {group.task!r}, the run's terms have "
+                f"{', '.join(map(repr, temperatures))}"
+            )
         rows = _rows_of(group, tables, rows_by_group)
         advantages = group_advantages(group.rewards, advantage)
         samples += [
@@ -169,6 +177,7 @@ def build_batch(
                 advantage=value,
                 lag=lag,
                 group=index,
+                temperature=temperatures[group.task],
             )
             for row, value in zip(rows, advantages, strict=True)
         ]
@@ -180,17 +189,8 @@ def build_batch(
         version=batch.version,
         samples=tuple(samples),
         num_groups=len(batch.groups),
-        dropped_groups=batch.dropped_groups,
-        reward_mean=batch.reward_mean,
-        stale_groups=batch.stale_groups,
+        told=batch.model_copy(update={"groups": (), "tasks": _with_lengths(batch, samples)}),
         waited_on=waited_on,
-        dropped_share=batch.dropped_share,
-        unparseable=batch.unparseable,
-        accepted_reward_mean=batch.accepted_reward_mean,
-        accepted_rollouts=batch.accepted_rollouts,
-        tasks=_with_lengths(batch, samples),
-        generate_s=batch.generate_s,
-        check_s=batch.check_s,
     )
 
 

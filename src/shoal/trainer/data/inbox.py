@@ -4,9 +4,9 @@ The coordinator always gives the same batch for a version, so asking again after
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from shoal.net.http_client import SignedClient
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, build_batch
 from shoal.wire.codes import Rejected
@@ -34,7 +34,10 @@ def main_reason(reasons: Sequence[str]) -> str:
 
 
 class Inbox:
-    """Fetches the batches of one run. `while_waiting` is called during a wait for a batch, and may raise to end it."""
+    """Fetches the batches of one run. `temperatures` are those of its tasks, by title.
+
+    `while_waiting` is called during a wait for a batch, and may raise to end it.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,14 @@ class Inbox:
         config: TrainerConfig,
         *,
         max_lag: int,
+        temperatures: Mapping[str, float],
         deadline_s: float,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._config = config
         self._max_lag = max_lag
+        self._temperatures = temperatures
         self._deadline_s = deadline_s
         self._while_waiting = while_waiting
 
@@ -55,13 +60,15 @@ class Inbox:
         """Waits for the batch of the step from `version`, for `deadline_s` at most, and returns its samples."""
         reasons: list[str] = []
 
-        def note_reason(reason: str) -> None:
-            reasons.append(reason)
+        def note_reason(failure: Refused | Unreachable) -> None:
+            reasons.append(failure.problem.detail if isinstance(failure, Refused) else str(failure))
             self._while_waiting()
 
-        batch = self._client.get_until(
+        batch = self._client.call_until(
             f"rollouts for the step from version {version}",
+            "GET",
             f"/v1/batches/{version}",
+            None,
             Batch,
             deadline_s=self._deadline_s,
             heard=note_reason,
@@ -77,6 +84,7 @@ class Inbox:
             tables,
             max_lag=self._max_lag,
             advantage=self._config.recipe.advantage,
+            temperatures=self._temperatures,
             waited_on=main_reason(reasons),
         )
 

@@ -9,7 +9,7 @@ log-probs do not depend on its neighbours. A sample's last token predicts nothin
 B rows, T tokens per row, N output tokens in all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -38,8 +38,21 @@ class MicroBatch:
     samples_N: Tensor
     """Index in the micro-batch of the sample that an output token belongs to: 0, 1, ... in order. Samples are not split."""
 
+    by_temperature: tuple[tuple[float, Tensor], ...]
+    """Each sampling temperature of the micro-batch, and the indices of its output tokens. Usually there is only one."""
+
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return self._with_tensors(lambda _, tensor: tensor.to(device))
+
+    def without_outputs(self) -> "MicroBatch":
+        """Returns the first two tokens of the micro-batch, with no output token to train on."""
+        return self._with_tensors(lambda name, tensor: tensor[:1, :2] if name.endswith("_BT") else tensor[:0])
+
+    def _with_tensors(self, change: Callable[[str, Tensor], Tensor]) -> "MicroBatch":
+        names = (field.name for field in fields(self) if field.name != "by_temperature")
+        changed = {name: change(name, getattr(self, name)) for name in names}
+        places = tuple((temperature, change("", places)) for temperature, places in self.by_temperature)
+        return MicroBatch(**changed, by_temperature=places)
 
 
 def fit_rows(samples: Sequence[TrainSample], row_tokens: int) -> list[list[TrainSample]]:
@@ -85,18 +98,10 @@ def pack_for_rank(
     rows = fit_rows(samples, row_tokens)
     mine = [sample for row in rows[ranks.rank :: ranks.size] for sample in row]
     micros = pack(mine or samples[:1], row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
-    empty = without_outputs(micros[0])
+    empty = micros[0].without_outputs()
     micros = micros if mine else []
     wanted = round(ranks.largest(len(micros)))
     return micros + [empty] * (wanted - len(micros))
-
-
-def without_outputs(micro: MicroBatch) -> MicroBatch:
-    """Returns the first two tokens of a micro-batch, with no output token to train on."""
-    values = {field.name: getattr(micro, field.name) for field in fields(micro)}
-    return MicroBatch(
-        **{name: value[:1, :2] if name.endswith("_BT") else value[:0] for name, value in values.items()}
-    )
 
 
 def _width(sample: TrainSample) -> int:
@@ -125,6 +130,8 @@ def _to_tensors(rows: list[list[TrainSample]]) -> MicroBatch:
     samples = [sample for row in rows for sample in row]
     # One number per sample, repeated per token: Python lists with one number per token took 10 % of a small model's step.
     outputs = torch.tensor([sample.num_outputs for sample in samples])
+    temperatures = torch.tensor([sample.temperature for sample in samples], dtype=torch.float64)
+    temperatures_N = temperatures.repeat_interleave(outputs)
     return MicroBatch(
         tokens_BT=tokens_BT,
         positions_BT=positions_BT,
@@ -135,4 +142,8 @@ def _to_tensors(rows: list[list[TrainSample]]) -> MicroBatch:
         advantages_N=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(outputs),
         lags_N=torch.tensor([sample.lag for sample in samples]).repeat_interleave(outputs),
         samples_N=torch.arange(len(samples)).repeat_interleave(outputs),
+        by_temperature=tuple(
+            (temperature, (temperatures_N == temperature).nonzero().squeeze(1))
+            for temperature in temperatures.unique().tolist()
+        ),
     )

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shoal.background import BackgroundTask
+from shoal.diloco.averaging.averager import Averager
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import DTYPES, empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
@@ -30,10 +31,11 @@ from shoal.model.weights import WEIGHTS_FILE
 from shoal.net.waiting import Stopped
 from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.tasks import make_task
-from shoal.telemetry import Log
+from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import BatchTensors, TrainBatch
 from shoal.trainer.distributed.ranks import Ranks
+from shoal.trainer.distributed.sites import Sites, SitesFollower
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
 from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
@@ -54,7 +56,6 @@ class CreateLearner:
     """Our decoder's shape, or the config.json of a transformers model."""
     packs: bool
     """Whether the model can hold several samples in one row."""
-    temperature: float
     max_new_tokens: int
 
 
@@ -102,6 +103,16 @@ class LoadCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateSites:
+    """Take part in merges with other sites from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSites:
+    """Receive the weights that rank 0 takes over from other sites."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetReference:
     """Receive this rank's shards of version 0's weights, for the KL term."""
 
@@ -121,6 +132,8 @@ Command = (
     | GatherWeights
     | TakeWeights
     | LoadCheckpoint
+    | CreateSites
+    | JoinSites
     | SetReference
     | EndRun
 )
@@ -144,7 +157,7 @@ class Lockstep:
 
     # -- rank 0 -------------------------------------------------------------------------------------------
 
-    def create_learner(self, folder: Path, temperature: float, max_new_tokens: int = 0) -> None:
+    def create_learner(self, folder: Path, max_new_tokens: int = 0) -> None:
         """Loads the model of a folder; the other ranks receive their shards from here."""
         check_memory(folder, self._config, device=self._device, ranks=self._ranks.size)
         self._base_weights = folder / WEIGHTS_FILE
@@ -152,7 +165,6 @@ class Lockstep:
         command = CreateLearner(
             architecture=model.shape if isinstance(model, Decoder) else read_json(folder / "config.json"),
             packs=isinstance(model, Decoder) or model.packs,
-            temperature=temperature,
             max_new_tokens=max_new_tokens,
         )
         with self._command(command):
@@ -173,6 +185,19 @@ class Lockstep:
             weights = load_reference(path, own, self.learner.version)
             with self._command(SetReference()):
                 self._set_reference(weights)
+
+    def create_sites(self, averager: Averager, *, metrics: Metrics, stop: threading.Event) -> Sites:
+        """Creates the merger of this learner's updates with other sites' on every rank. It does not connect yet."""
+        assert self._config.diloco is not None, "the run file has no [trainer.diloco]"
+        with self._command(CreateSites()):
+            sites = Sites(self.learner, self._config.diloco, averager, metrics=metrics, stop=stop)
+        self.learner.sites = sites
+        return sites
+
+    def join_sites(self, sites: Sites) -> None:
+        """Connects to the other sites; every rank takes over their weights if they are newer."""
+        with self._command(JoinSites()):
+            sites.join()
 
     def warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
         """Trains on the tasks' own answers before version 0."""
@@ -303,6 +328,8 @@ class Lockstep:
                 self._create_learner(command, None)
             case LoadCheckpoint(checkpoint):
                 load_checkpoint(self.learner, checkpoint)
+            case CreateSites() | JoinSites():
+                self._follow_sites(command)
             case SetReference():
                 self._set_reference(None)
             case WarmUp(tasks, tokenizer):
@@ -314,10 +341,20 @@ class Lockstep:
             case TakeSnapshot(shard_folder):
                 self._take_snapshot(shard_folder)
             case GatherWeights():
-                for value in self._gathered_weights().values():
-                    value()
+                self._take_part_in_gathering()
             case TakeWeights():
                 self._take_weights(None)
+
+    def _follow_sites(self, command: CreateSites | JoinSites) -> None:
+        if isinstance(command, CreateSites):
+            self.learner.sites = SitesFollower(self.learner)
+        else:
+            assert isinstance(self.learner.sites, SitesFollower), "CreateSites comes first"
+            self.learner.sites.join()
+
+    def _take_part_in_gathering(self) -> None:
+        for value in self._gathered_weights().values():
+            value()
 
     def _warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
         made = [make_task(task) for task in tasks]
@@ -340,7 +377,6 @@ class Lockstep:
         self.learner = Learner(
             model,
             self._config,
-            temperature=command.temperature,
             max_new_tokens=command.max_new_tokens,
             ranks=self._ranks,
         )

@@ -15,9 +15,11 @@ from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
 from shoal.diloco.robust import RobustSettings
+from shoal.diloco.site_ranks import SiteFollower, SiteRanks
 from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
+from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.optim.learner import Learner
 
 
@@ -58,6 +60,11 @@ def make_averager(
     )
 
 
+def site_ranks(ranks: Ranks) -> SiteRanks | None:
+    """Returns the ranks of a site's trainer as DiLoCo sees them; None for a single process."""
+    return SiteRanks(ranks.rank, ranks.size, commands=ranks.commands) if ranks.size > 1 else None
+
+
 class Sites:
     """Makes the learner's updates and merges them with other sites'. Set it as `learner.sites`."""
 
@@ -70,7 +77,9 @@ class Sites:
         metrics: Metrics | None,
         stop: threading.Event,
     ) -> None:
+        """Sets up the merges. With several ranks, every other rank must create a SitesFollower at the same time."""
         self._log, self._metrics, self._learner = Log("sites"), metrics, learner
+        learner.policy.reshard()
         self._config, self._averager = config, averager
         self._diloco = DiLoCo(
             learner.decoder,
@@ -78,6 +87,7 @@ class Sites:
             averager=averager,
             outer=Outer(lr=config.outer_lr, momentum=config.outer_momentum),
             schedule=Schedule(inner_steps=config.inner_steps, deadline_s=config.deadline_s),
+            ranks=site_ranks(learner.ranks),
         )
         self._diloco.stop = stop
         self._diloco.on_round = self._report_round
@@ -85,6 +95,7 @@ class Sites:
     def join(self) -> None:
         """Connects to the other sites and takes over their state if it is newer."""
         diloco = self._diloco
+        self._learner.policy.reshard()
         adopted = diloco.join(deadline_s=self._config.deadline_s)
         self._log.info(
             "joined the other sites",
@@ -128,3 +139,30 @@ class Sites:
         self._log.info("merged", **figures)
         if self._metrics is not None:
             self._metrics.write("merge", version=self._learner.version, **figures)
+
+
+class SitesFollower:
+    """A rank's part of the merges of rank 0's Sites. Set it as `learner.sites` on every rank but 0."""
+
+    def __init__(self, learner: Learner) -> None:
+        ranks = site_ranks(learner.ranks)
+        assert ranks is not None, "a single process is rank 0"
+        self._learner = learner
+        learner.policy.reshard()
+        self._follower = SiteFollower(learner.decoder, inner=learner.optimizer, ranks=ranks)
+
+    def join(self) -> None:
+        """Receives the weights that rank 0 takes over from other sites, if there are any."""
+        self._learner.policy.reshard()
+        self._follower.join()
+
+    def update(self, num_samples: int) -> None:
+        """Makes one optimizer step, and receives the merged weights if a merge is due."""
+        self._follower.step()
+
+    def state(self) -> dict[str, Any]:
+        """Returns nothing: rank 0 has the state."""
+        return self._follower.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Does nothing: weights and moments are loaded by the learner, the rest is rank 0's."""

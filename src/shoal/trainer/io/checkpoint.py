@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -41,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from shoal.background import BackgroundTask
 from shoal.files import DiskFull, explain_full_disk, flush_folder, replace_folder, restore_disk_error
 from shoal.net.waiting import DeadlinePassed
+from shoal.shardcast.manifest_files import hash_file
 from shoal.telemetry import Log
 from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.io.weights_diff import on_stream
@@ -248,14 +248,14 @@ class Checkpoints:
 
     def _write(self, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
         partial_folder, final = self._partial(state.version), self._folder / f"v{state.version:06d}"
-        if snapshot.saving is None:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-            partial_folder.mkdir()
-        else:
-            snapshot.saving.wait()
-            snapshot.saving.result()
-        check_free_space(self._folder, snapshot.num_bytes)
         with explain_full_disk(self._folder, remedy=DISK_REMEDY):
+            if snapshot.saving is None:
+                shutil.rmtree(partial_folder, ignore_errors=True)
+                partial_folder.mkdir()
+            else:
+                snapshot.saving.wait()
+                snapshot.saving.result()
+            check_free_space(self._folder, snapshot.num_bytes)
             _write_files(partial_folder, snapshot, state)
         # A sound checkpoint of this version would have been resumed from, so what is here is damaged.
         shutil.rmtree(final, ignore_errors=True)
@@ -325,9 +325,11 @@ def _write_shards(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> None
         save_sharded(shards, checkpoint_id=folder, process_group=ranks.checkpoints)
     except CheckpointException as error:  # a BaseException, which names the first error of each rank
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(
-            getattr(cause, "errno", None), f"rank {rank} cannot write its shards to {folder}: {cause}"
-        ) from error
+        what = f"rank {rank} cannot write its shards to {folder}: {cause}"
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, what) from error
+        with restore_disk_error(folder, RuntimeError):
+            raise RuntimeError(what) from error
 
 
 def _write_files(folder: Path, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
@@ -396,10 +398,10 @@ def _verify(folder: Path, version: int) -> Checkpoint:
 
 
 def _digest(folder: Path, name: str) -> FileDigest:
-    path = folder / name
-    digest = blake3()
-    digest.update_mmap(path)
-    return FileDigest(name=name, num_bytes=path.stat().st_size, blake3=digest.hexdigest())
+    with (folder / name).open("rb") as file:
+        # Not mapped: the pages of the file would count as this process's memory, beside the copy that was written to it.
+        digest, num_bytes = hash_file(file.fileno()), os.fstat(file.fileno()).st_size
+    return FileDigest(name=name, num_bytes=num_bytes, blake3=digest)
 
 
 def _flush_file(path: Path) -> None:

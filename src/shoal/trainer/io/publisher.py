@@ -35,6 +35,7 @@ from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Sig
 from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
+from shoal.trainer.io.recalibration import Recalibration
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.wire.keys import Key
 from shoal.wire.ledger import Rederived
@@ -74,6 +75,8 @@ class PublisherSettings:
     """Is also kept whole on this disk."""
     archive: bool = True
     """Whether the deltas of all versions are kept, in `archive` beside the store."""
+    recalibration: Recalibration | None = None
+    """Measures how far each version has moved, and repeats the calibration; None: neither."""
 
 
 class Publisher:
@@ -90,7 +93,7 @@ class Publisher:
         settings: PublisherSettings,
         log: Log,
     ) -> None:
-        self._store = store
+        self._store, self._recalibration = store, settings.recalibration
         self._model_folder = model_folder
         self._signing = Signing(run=store.run, key=run_key, shard_bytes=settings.shard_bytes)
         self._client = client
@@ -242,19 +245,23 @@ class Publisher:
         self,
         manifest: Sealed[Manifest],
         report: StepReport | None,
-        *,
-        checkpoint_version: int | None = None,
         rederived: Rederived | None = None,
-    ) -> None:
-        """Announces a version to the coordinator, which accepts the same version again after a crash."""
+    ) -> float | None:
+        """Announces a version to the coordinator, which accepts the same version again after a crash.
+
+        Returns how far its weights are from those of the calibration; None if the run has none. A new calibration comes first,
+        because validators need it for the first work of the version.
+        """
+        version, moved, later = manifest.body.version, None, None
+        if self._recalibration is not None:
+            moved, later = self._recalibration.before_announcement(version, self.diff)
         body = Announce(
             manifest=manifest,
             origin_url=self.origin_url,
             report=report,
-            checkpoint_version=checkpoint_version,
             rederived=rederived,
+            noise=later,
         )
-        version = manifest.body.version
         try:
             self._client.call_until(
                 f"the coordinator to take version {version}",
@@ -278,6 +285,9 @@ class Publisher:
             bytes_since_last=manifest.body.follow_bytes,
             origin=self.origin_url,
         )
+        if self._recalibration is not None:
+            self._recalibration.announced(later)
+        return moved
 
 
 class BackgroundPublication:

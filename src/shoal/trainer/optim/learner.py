@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.model.logprobs import TokenScores
 from shoal.net.waiting import Stopped
+from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import MicroBatch, pack_for_rank
@@ -30,6 +31,9 @@ from shoal.trainer.optim.loss import AnswerTokens, gap_weights, policy_loss, ref
 from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
 from shoal.trainer.optim.reference import Reference
 from shoal.trainer.reporting.step_figures import StepFigures, StepSums
+
+PROGRESS_EVERY_S = 5.0
+"""Seconds between two log lines about a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +75,7 @@ class Learner:
         decoder: Causal,
         config: TrainerConfig,
         *,
-        temperature: float,
         max_new_tokens: int = 0,
-        version: int = 0,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         if config.recipe.normalisation == "constant" and max_new_tokens < 1:
@@ -84,10 +86,9 @@ class Learner:
         self.policy = TrainerPolicy(decoder, config, ranks)
         """Computes log-probs with the master weights."""
         self.config = config
-        self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         """The divisor of the "constant" normalisation; other kinds do not use it."""
-        self.version = version
+        self.version = 0
         self.reference: Reference | None = None
         """Version 0's weights; must be set before a step if `kl` is above 0."""
         self.optimizer = make_optimizer(decoder, config, learning_rate=config.learning_rate)
@@ -95,6 +96,7 @@ class Learner:
         """Set if this trainer is one of several sites; it then makes the updates."""
         self.before_change: Callable[[], None] = lambda: None
         """Called in a step before the weights change for the first time. It waits for those who still read the last version."""
+        self._progress = StepProgress(0, 0)
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +120,8 @@ class Learner:
         started_s = time.monotonic()
         sums = StepSums(self.device)
         minibatches = self._prepare(batch, sums, stop)
+        num_micros = sum(len(one.micros) for one in minibatches) if self.ranks.leads else 0
+        self._progress = StepProgress(self.version + 1, num_micros)
         grad_norms = [self._update(one, index, sums, stop) for index, one in enumerate(minibatches)]
         self.version += 1
         return sums.figures(
@@ -190,7 +194,7 @@ class Learner:
     def _recompute(self, scored: ScoredMicroBatch, sums: StepSums) -> ScoredMicroBatch:
         """Replaces the worker's log-probs by the current policy's, measures the gap, and computes its correction."""
         config, micro = self.config, scored.micro.to(self.device)
-        logprobs_N = output_logprobs(self.policy, micro, temperature=self.temperature)
+        logprobs_N = output_logprobs(self.policy, micro)
         sums.add_gap(logprobs_N, micro.behaviour_N, micro.lags_N)
         correction_N = None
         if config.correction != "none":
@@ -212,7 +216,7 @@ class Learner:
 
     def _with_reference(self, scored: ScoredMicroBatch) -> ScoredMicroBatch:
         micro = scored.micro.to(self.device)
-        return replace(scored, reference_N=output_logprobs(self.policy, micro, temperature=self.temperature))
+        return replace(scored, reference_N=output_logprobs(self.policy, micro))
 
     def micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """Returns this rank's packed share of the samples."""
@@ -230,11 +234,12 @@ class Learner:
         for scored in minibatch.micros:
             self._check(stop)
             micro = scored.micro.to(self.device)
-            scores = output_scores(self.policy, micro, temperature=self.temperature)
+            scores = output_scores(self.policy, micro)
             if with_gap:
                 sums.add_gap(scores.logprobs_N, micro.behaviour_N, micro.lags_N)
             loss = self._loss(minibatch, replace(scored, micro=micro), scores, sums)
             loss.backward()
+            self._progress.add()
 
     def _loss(
         self, minibatch: Minibatch, scored: ScoredMicroBatch, scores: TokenScores, sums: StepSums
@@ -276,16 +281,37 @@ class Learner:
             raise Stopped(f"stopped in the step from version {self.version}")
 
 
-def output_logprobs(model: TrainerPolicy | Causal, micro: MicroBatch, *, temperature: float) -> Tensor:
+class StepProgress:
+    """Logs how far a long step is, which `shoal run` shows; nothing if the number of micro-batches is 0."""
+
+    def __init__(self, version: int, num_micro_batches: int) -> None:
+        self._version, self._num = version, num_micro_batches
+        self._done, self._began_s = 0, time.monotonic()
+        self._logged_s = self._began_s
+
+    def add(self) -> None:
+        """Counts a micro-batch."""
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._logged_s < PROGRESS_EVERY_S or self._done >= self._num:
+            return
+        self._logged_s = now_s
+        left_s = (now_s - self._began_s) / self._done * (self._num - self._done)
+        Log("trainer").info(
+            "training", version=self._version, micro_batches=f"{self._done}/{self._num}", left_s=round(left_s)
+        )
+
+
+def output_logprobs(model: TrainerPolicy | Causal, micro: MicroBatch) -> Tensor:
     """Returns the log-prob of every output token of a micro-batch, with gradient."""
-    return output_scores(model, micro, temperature=temperature).logprobs_N
+    return output_scores(model, micro).logprobs_N
 
 
-def output_scores(model: TrainerPolicy | Causal, micro: MicroBatch, *, temperature: float) -> TokenScores:
+def output_scores(model: TrainerPolicy | Causal, micro: MicroBatch) -> TokenScores:
     """Returns log-prob and entropy of every output token of a micro-batch, with gradient."""
     if isinstance(model, TrainerPolicy):
-        return model.scores(micro, temperature)
-    return score(model, micro, temperature)
+        return model.scores(micro)
+    return score(model, micro)
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.Optimizer:

@@ -45,11 +45,19 @@ _KEPT = {
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
-def score(model: Causal, micro: MicroBatch, temperature: float) -> TokenScores:
-    """Returns log-prob and entropy of every output token of a micro-batch, with gradient."""
+def score(model: Causal, micro: MicroBatch) -> TokenScores:
+    """Returns log-prob and entropy of every output token of a micro-batch at its temperature, with gradient."""
     hidden_BTH = model(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
     hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
-    return token_scores(model, hidden_NH, micro.targets_N, temperature=temperature)
+    if len(micro.by_temperature) == 1:
+        ((temperature, _),) = micro.by_temperature
+        return token_scores(model, hidden_NH, micro.targets_N, temperature=temperature)
+    parts = [
+        token_scores(model, hidden_NH[places], micro.targets_N[places], temperature=temperature)
+        for temperature, places in micro.by_temperature
+    ]
+    order = torch.cat([places for _, places in micro.by_temperature]).argsort()
+    return TokenScores(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
 
 
 class Scorer(nn.Module):
@@ -59,8 +67,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, micro: MicroBatch, temperature: float) -> TokenScores:
-        return score(self.model, micro, temperature)
+    def forward(self, micro: MicroBatch) -> TokenScores:
+        return score(self.model, micro)
 
 
 class TrainerPolicy:
@@ -81,11 +89,11 @@ class TrainerPolicy:
         if ranks.size > 1:
             shard(self._scorer, computing.blocks(), dtype, ranks)
 
-    def scores(self, micro: MicroBatch, temperature: float) -> TokenScores:
+    def scores(self, micro: MicroBatch) -> TokenScores:
         """Returns log-prob and entropy of every output token, with gradient to the master weights."""
         if self._copy is not None:
             self._copy.refresh()
-        result: TokenScores = self._scorer(micro, temperature)
+        result: TokenScores = self._scorer(micro)
         return result
 
     def reshard(self) -> None:

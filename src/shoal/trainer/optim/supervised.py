@@ -92,7 +92,7 @@ def _accumulate(learner: Learner, samples: list[TrainSample], stop: threading.Ev
     for micro in learner.micro_batches(samples):
         if stop.is_set():
             raise Stopped("stopped in the supervised warm-up")
-        logprobs_N = output_logprobs(learner.policy, micro.to(learner.device), temperature=1.0)
+        logprobs_N = output_logprobs(learner.policy, micro.to(learner.device))
         loss = -logprobs_N.sum() / num_tokens
         loss.backward()
         total += float(loss.detach())

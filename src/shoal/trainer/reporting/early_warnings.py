@@ -17,6 +17,8 @@ WINDOW = 10
 """Steps in a window; trends compare the means of windows."""
 MAX_CHARS = 300
 """Longest warning in a step's report."""
+QUIET_STEPS = 5 * WINDOW
+"""Steps after which a warning that holds again is given again. Near its threshold it comes and goes from step to step."""
 HISTORY = 30 * WINDOW
 """Reports that are kept for the trends."""
 
@@ -44,11 +46,12 @@ def early_warnings(reports: Sequence[StepReport]) -> list[EarlyWarning]:
 
 
 class WarningTracker:
-    """Keeps the reports and returns each warning once, until it has not held for a step."""
+    """Keeps the reports and returns each warning once, until it has not held for QUIET_STEPS."""
 
     def __init__(self) -> None:
         self._reports: list[StepReport] = []
-        self._active: set[Kind] = set()
+        self._last_held: dict[Kind, int] = {}
+        """The version at which each warning held last."""
 
     def with_warnings(self, report: StepReport) -> StepReport:
         """Returns the report with its new warnings, each as `kind: sentence`."""
@@ -61,8 +64,12 @@ class WarningTracker:
             return []
         self._reports = [*self._reports[-HISTORY:], report]
         found = early_warnings(self._reports)
-        new = [warning for warning in found if warning.kind not in self._active]
-        self._active = {warning.kind for warning in found}
+        new = [
+            warning
+            for warning in found
+            if report.version - self._last_held.get(warning.kind, -QUIET_STEPS) >= QUIET_STEPS
+        ]
+        self._last_held |= {warning.kind: report.version for warning in found}
         return new
 
 
@@ -146,9 +153,10 @@ def starving(reports: Sequence[StepReport]) -> str | None:
     on = next((report.waited_on for report in reversed(recent) if report.waited_on), "")
     if on.startswith("the trainer"):
         return None  # it waited for its own publication, not for rollouts
+    remedy = "more validators" if "at the validator" in on else "more workers"
     return (
-        f"a step waits {waited_s:.3g} s for rollouts and trains {trained_s:.3g} s (medians of the last {len(recent)}); "
-        + (f"the last wait was for {on}" if on else "more workers would make the run faster")
+        f"a step waits {waited_s:.3g} s for rollouts and trains {trained_s:.3g} s (medians of the last {len(recent)}): "
+        f"{remedy} would make the run faster" + (f"; the last wait was for {on}" if on else "")
     )
 
 

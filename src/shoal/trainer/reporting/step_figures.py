@@ -117,21 +117,16 @@ def step_report(
     disk_bytes: int = 0,
     publish_exposed_s: float = 0.0,
     checkpoint_exposed_s: float = 0.0,
+    train_passes: int = 3,
 ) -> StepReport:
     """Returns the report for the coordinator and the metrics. Its tokens count prompts and outputs that were trained on."""
     lags = [sample.lag for sample in batch.samples]
     by_lag = Counter(lags)
+    told = {name: value for name, value in batch.told if name not in ("version", "groups")}
     return StepReport(
         version=batch.version + 1,
-        reward_mean=batch.reward_mean,
-        accepted_reward_mean=batch.accepted_reward_mean,
-        accepted_rollouts=batch.accepted_rollouts,
         answer_tokens_mean=batch.num_outputs / len(batch.samples),
         groups=batch.num_groups,
-        dropped_groups=batch.dropped_groups,
-        dropped_share=batch.dropped_share,
-        unparseable=batch.unparseable,
-        stale_groups=batch.stale_groups,
         rollouts=len(batch.samples),
         tokens=batch.num_tokens,
         lag_mean=sum(lags) / len(lags),
@@ -142,9 +137,8 @@ def step_report(
         disk_bytes=disk_bytes,
         publish_exposed_s=publish_exposed_s,
         checkpoint_exposed_s=checkpoint_exposed_s,
-        tasks=dict(batch.tasks),
-        generate_s=batch.generate_s,
-        check_s=batch.check_s,
+        train_passes=train_passes,
         tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
+        **told,
         **asdict(figures),
     )

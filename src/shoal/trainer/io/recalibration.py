@@ -1,0 +1,103 @@
+"""Repeats the calibration of a run when the published weights have moved far from those that it was measured with.
+
+    version 40 ──▶ 6 % from the calibrated weights ──▶ measured with version 40 ──▶ announced with it, for its work and later work
+
+The noise of honest proofs depends on the weights: training makes distributions sharper, and a calibration of the first
+version then judges work that is much closer to the validator's numbers than the work it was measured on.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from shoal.model.builtin import copy_all_but_weights
+from shoal.telemetry import Log
+from shoal.trainer.io.weights_diff import WeightsDiff
+from shoal.wire.manifest import WEIGHTS_FILE
+from shoal.wire.proof_noise import LaterNoise, Noise
+from shoal.wire.run_spec import RunSpec
+
+SAMPLED_WORDS = 1 << 24
+"""Weights that are compared, evenly spread over the file. The distance of a large model is then known to a tenth of a percent."""
+RETRY_FACTOR = 2.0
+"""After a calibration failed, the next is tried when the weights have moved this many times as far."""
+
+MeasureNoise = Callable[[Path], Noise]
+"""Measures the noise of the model in a folder. Raises ValueError with the reason if that failed, Stopped if the run stops."""
+
+
+class Recalibration:
+    """Measures each version before it is announced. Call the methods from one thread."""
+
+    def __init__(
+        self, spec: RunSpec, folder: Path, model_folder: Path, measure: MeasureNoise | None, log: Log
+    ) -> None:
+        """`measure` is None if this machine cannot repeat the calibration: its file covers other kinds of machines."""
+        self._wanted = spec.recalibrate_at if spec.noise is not None else 0.0
+        self._limit = self._wanted
+        """Higher after a calibration that failed."""
+        self._model_folder, self._measure, self._log = model_folder, measure, log
+        self._work = folder / "calibrating"
+        self._reference = folder / "calibrated.safetensors"
+        """The weights of the newest repeated calibration; the first one was measured with the run's model."""
+
+    def before_announcement(self, version: int, diff: WeightsDiff) -> tuple[float | None, LaterNoise | None]:
+        """Returns how far a version is from the calibrated weights, and a new calibration if that is too far.
+
+        The distance is None in a run that has no calibration or never repeats it.
+        """
+        if not self._limit:
+            return None, None
+        reference = self._reference if self._reference.exists() else self._model_folder / WEIGHTS_FILE
+        moved = relative_distance(diff, reference)
+        if moved <= self._limit:
+            return moved, None
+        what = f"the weights are {moved:.1%} from those of the calibration, more than recalibrate_at = {self._limit:g}"
+        if self._measure is None:
+            self._limit *= RETRY_FACTOR
+            self._log.warning(
+                f"{what}; calibrate a version of now with rows of every kind of machine, and start another run from it",
+                version=version,
+            )
+            return moved, None
+        self._log.info(f"{what}: calibrating again", version=version)
+        try:
+            noise = self._measure(self._write_model(diff))
+        except (ValueError, OSError) as error:  # also a full disk: it must not end the training
+            self._limit = RETRY_FACTOR * moved
+            self._log.warning(
+                f"the calibration could not be repeated, the old one stays: {error}", version=version
+            )
+            return moved, None
+        return moved, LaterNoise(from_version=version, moved=moved, noise=noise)
+
+    def announced(self, later: LaterNoise | None) -> None:
+        """Keeps the weights of a new calibration, which the coordinator has recorded."""
+        if later is not None:
+            self._limit = self._wanted
+            (self._work / WEIGHTS_FILE).replace(self._reference)
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    def _write_model(self, diff: WeightsDiff) -> Path:
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        copy_all_but_weights(self._model_folder, self._work)
+        diff.image.write(self._work / WEIGHTS_FILE)
+        return self._work
+
+
+def relative_distance(diff: WeightsDiff, reference: Path) -> float:
+    """Returns the norm of (published weights - those of the file `reference`), relative to the norm of the latter."""
+    total = sum(place.num_words for place in diff.places.values())
+    step = max(1, total // SAMPLED_WORDS)
+    moved = norm = 0.0
+    with safe_open(reference, framework="pt") as file:
+        for name in diff.places.keys() & set(file.keys()):
+            now_N = diff.published(name).reshape(-1)[::step].to(torch.float64)
+            then_N = file.get_tensor(name).reshape(-1)[::step].to(torch.float64)
+            moved += float((now_N - then_N).square().sum())
+            norm += float(then_N.square().sum())
+    return (moved / norm) ** 0.5 if norm else 0.0

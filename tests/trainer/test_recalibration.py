@@ -1,0 +1,125 @@
+"""The trainer measures how far the weights have moved, and repeats the calibration when that is too far."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_coordinator import SmallCoordinator
+
+from shoal.cli.run.calibration import calibrate_version
+from shoal.model.builtin import create_model
+from shoal.model.weights import WEIGHTS_FILE
+from shoal.shardcast.file_image import FileImage
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.io import recalibration
+from shoal.trainer.io.publisher import OriginAddress
+from shoal.trainer.io.recalibration import MeasureNoise, relative_distance
+from shoal.trainer.io.weights_diff import WeightsDiff
+from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.wire.proof_noise import Noise
+
+ROOT = Path(__file__).parents[2]
+CONFIG = TrainerConfig(learning_rate=1e-3, row_tokens=32, rows_per_micro_batch=4)
+NOISE = Noise.parse((ROOT / "runs/calibration/smollm2-135m-bf16-on-cpu.json").read_bytes())
+
+
+@pytest.mark.parametrize("sampled", [1 << 24, 1 << 12])
+def test_the_distance_is_relative_to_the_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: int
+) -> None:
+    monkeypatch.setattr(recalibration, "SAMPLED_WORDS", sampled)
+    create_model("tiny", tmp_path / "model", seed=0)
+    first = tmp_path / "model" / WEIGHTS_FILE
+    save_file(
+        {name: (one.float() * 1.25).to(torch.bfloat16) for name, one in load_file(first).items()},
+        tmp_path / "now",
+    )
+    diff = WeightsDiff(FileImage.read(tmp_path / "now"), torch.device("cpu"))
+    assert relative_distance(diff, first) == pytest.approx(0.25, abs=0.005)
+    assert relative_distance(diff, tmp_path / "now") == 0.0
+
+
+def train(folder: Path, measure: MeasureNoise | None, *, limit: float) -> SmallCoordinator:
+    coordinator = SmallCoordinator(last_version=3)
+    noise = NOISE.model_copy(update={"compute_dtype": "float32", "temperature": 0.8})
+    coordinator.spec = coordinator.spec.model_copy(update={"noise": noise, "recalibrate_at": limit})
+    with coordinator.serving():
+        site = TrainerSite(
+            folder=folder,
+            model="tiny",
+            coordinator_url=coordinator.url,
+            key=coordinator.trainer_key,
+            run_key=coordinator.run_key,
+            address=OriginAddress(),
+            deadline_s=30.0,
+            measure_noise=measure,
+        )
+        run_trainer(CONFIG, site, stop=threading.Event())
+    return coordinator
+
+
+def distances(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["moved"] for line in lines if line["event"] == "published"]
+
+
+def test_a_version_that_moved_too_far_is_announced_with_a_new_calibration(tmp_path: Path) -> None:
+    measured: list[bytes] = []
+
+    def measure(folder: Path) -> Noise:
+        assert (folder / "config.json").exists(), "the folder is a whole model"
+        measured.append((folder / WEIGHTS_FILE).read_bytes())
+        return NOISE.model_copy(update={"model": f"measurement {len(measured)}"})
+
+    never = train(tmp_path / "never", measure, limit=1.0)
+    assert [told.noise for told in never.announced] == [None] * 4 and not measured
+    moved = distances(tmp_path / "never")
+    assert moved == sorted(moved) and len(moved) == 3
+
+    limit = 0.99 * moved[1]
+    coordinator = train(tmp_path / "once", measure, limit=limit)
+    found = [told.noise for told in coordinator.announced]
+    assert [one is not None for one in found] == [False, False, True, False]
+    assert found[2] is not None and found[2].from_version == 2
+    assert found[2].moved == pytest.approx(moved[1], abs=1e-5) and found[2].noise.model == "measurement 1"
+    # Version 3 is compared with version 2, which the new calibration was measured with.
+    assert distances(tmp_path / "once")[2] < limit
+    assert (tmp_path / "once" / "calibrated.safetensors").read_bytes() == measured[0]
+    assert not (tmp_path / "once" / "calibrating").exists()
+
+
+def test_training_goes_on_if_the_calibration_cannot_be_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def fail(folder: Path) -> Noise:
+        tried.append(folder)
+        raise ValueError("CUDA out of memory")
+
+    coordinator = train(tmp_path / "failed", fail, limit=1e-6)
+    assert [told.noise for told in coordinator.announced] == [None] * 4
+    assert 1 <= len(tried) < 3, "not with every version: each attempt takes a while"
+    assert "the old one stays: CUDA out of memory" in caplog.text
+    train(tmp_path / "file", None, limit=1e-6)
+    assert "calibrate a version of now with rows of every kind of machine" in caplog.text
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_the_noise_of_a_version_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    create_model("tiny", tmp_path / "v9", seed=9)
+    file = tmp_path / "run.toml"
+    text = (ROOT / "runs" / "demo.toml").read_text().replace("max_new_tokens = 8", "max_new_tokens = 2")
+    file.write_text(text.replace('"float32"', '"bfloat16"', 1))
+    common = {"device": "cpu", "deadline_s": 300.0, "stop": threading.Event()}
+    noise = calibrate_version(file, tmp_path / "v9", **common)  # type: ignore[arg-type]
+    assert (noise.model, noise.compute_dtype) == ("tiny", "bfloat16")
+    (tmp_path / "v9" / WEIGHTS_FILE).unlink()
+    with pytest.raises(ValueError, match=r"no weights at .*v9"):
+        calibrate_version(file, tmp_path / "v9", **common)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing is not a key"):
+        calibrate_version(file, tmp_path / "v9", overrides=("run.nothing=1",), **common)  # type: ignore[arg-type]
