@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx2
 
 from relay_reports import delegated_report
+from running_coordinator import running_coordinator
 from shoal.model.builtin import create_model
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
@@ -21,7 +22,6 @@ from shoal.rollout.worker.session import WorkerExit
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
 from shoal.wire.delegation import read_relay_delegation, write_relay_key
@@ -171,27 +171,15 @@ class SmallRun:
 
 
 @contextmanager
-def small_run(folder: Path, config: CoordinatorConfig = CONFIG, *, port: int = 0) -> Iterator[SmallRun]:
-    stop, ready, urls = threading.Event(), threading.Event(), []
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    coordinator = threading.Thread(
-        target=run_coordinator,
-        args=(config, SPEC, folder / "coordinator", "127.0.0.1", port, stop, on_ready),
-        daemon=True,
-    )
-    coordinator.start()
-    assert ready.wait(WAIT_S)
-    run = SmallRun(folder, urls[0], Log("test"))
-    try:
-        yield run
-    finally:
-        run.close()
-        stop.set()
-        coordinator.join(WAIT_S)
+def small_run(
+    folder: Path, config: CoordinatorConfig = CONFIG, *, spec: RunSpec = SPEC, port: int = 0
+) -> Iterator[SmallRun]:
+    with running_coordinator(folder / "coordinator", spec, config, port=port) as url:
+        run = SmallRun(folder, url, Log("test"))
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 class RunningWorker:

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import small_run as small
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, small_run
 
+from shoal.background import BackgroundTask
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
 from shoal.rollout.worker.heartbeat import Activity, Utilisation
 from shoal.rollout.worker.lease_supply import LEAD_EXTRA_S
 from shoal.rollout.worker.session import WorkerExit
-from shoal.rollout.worker.worker import Worker, WorkerConfig, start_worker
+from shoal.rollout.worker.worker import Worker, WorkerConfig, run_worker, start_worker
 from shoal.rollout.worker.worker_folder import open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
@@ -51,7 +51,8 @@ class HoldsLease(Behaviour):
 
     def get_next_lease(self) -> None:
         assert self.worker is not None
-        supply = self.worker._supply
+        supply, uploads = self.worker._supply, self.worker._uploader._deliveries
+        eventually("earlier uploads have ended", lambda: all(upload.done for upload in uploads))
         supply.order()
         eventually("the next lease is here", lambda: bool(supply._held))
 
@@ -222,10 +223,10 @@ def test_an_older_version_is_used_while_the_newest_is_fetched(tmp_path: Path) ->
 
 
 @pytest.fixture
-def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallRun]:
+def long_run(tmp_path: Path) -> Iterator[SmallRun]:
     """A run with more versions than relays keep. A lease has ten minutes, half of them for a fetch: longer than a test waits."""
-    monkeypatch.setattr(small, "SPEC", SPEC.model_copy(update={"last_version": 50}))
-    with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 600.0})) as run:
+    spec = SPEC.model_copy(update={"last_version": 50})
+    with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 600.0}), spec=spec) as run:
         yield run
 
 
@@ -301,8 +302,9 @@ def test_a_lease_ends_the_fetch_of_a_version_that_it_does_not_need(
     """The fetch ahead of a version that cannot be fetched may take ten minutes; a lease does not wait for it."""
     long_run.publish(0)
     long_run.serve_from_origin(claims=(0, 1, 2, 3))
+    long_run.start_validator()  # a new node may have few submissions without a verdict
     worker = RunningWorker(long_run)
-    eventually("work with version 0", lambda: bool(long_run.events("submission.received")))
+    eventually("work with version 0", lambda: long_run.accepted() > 0)
     long_run.publish(1, served=False)
     eventually("the fetch of version 1 begins", lambda: (tmp_path / "worker/versions/v1.partial").is_dir())
     long_run.publish(2)
@@ -333,6 +335,39 @@ def test_an_error_in_the_version_watch_ends_the_worker(trusting: SmallRun, tmp_p
     assert "the watch broke" in str(running.error)
 
 
+def test_two_leases_are_generated_while_one_is_uploaded(trusting: SmallRun, tmp_path: Path) -> None:
+    """One upload, one lease generated and one fetched ahead: a node that has earned three leases never waits for an upload."""
+
+    class HoldsUpload(Behaviour):
+        def __init__(self) -> None:
+            self.holding, self.num_since, self.two_more = False, 0, threading.Event()
+            self.lock = threading.Lock()
+
+        def data(self, data: bytes) -> bytes:
+            with self.lock:  # two uploads may run at once, and only one is to be held
+                hold = not self.holding and trusting.accepted() >= 2
+                self.holding |= hold
+            if hold:
+                assert self.two_more.wait(60), (
+                    f"only {self.num_since} leases were generated during the upload"
+                )
+            return data
+
+        def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+            self.num_since += self.holding
+            if self.num_since == 2:
+                self.two_more.set()
+            return table
+
+    behaviour, stop = HoldsUpload(), threading.Event()
+    config = WorkerConfig(coordinator=trusting.url, dir=tmp_path / "worker", num_threads=1)
+    running = BackgroundTask("worker", lambda: run_worker(config, stop=stop, behaviour=behaviour))
+    eventually("the held upload goes on", behaviour.two_more.is_set)
+    stop.set()
+    assert running.wait(60)
+    assert running.result() is WorkerExit.STOPPED
+
+
 # -- parts --------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +389,18 @@ def test_utilisation_counts_from_the_first_row_and_without_pauses() -> None:
     assert use.spent_s()[Activity.STARTING] == 30
     assert use.busy_share == 0.9
     assert use.describe() == "generating 90.0%, waiting for a lease 5.0%, swapping weights 5.0%"
+
+
+def test_time_without_work_does_not_count_against_the_worker() -> None:
+    now_s = 0.0
+    use = Utilisation(clock=lambda: now_s)
+    for at_s, doing in [(0.0, Activity.GENERATING), (19.0, Activity.LIMITED), (20.0, Activity.WITHOUT_WORK)]:
+        now_s = at_s
+        use.begin(doing)
+    now_s = 100.0
+    assert use.busy_share == 0.19
+    assert use.busy_share_of_work == 0.95
+    assert use.describe() == "generating 19.0%, without work 80.0%, holding all leases it may 1.0%"
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ import pytest
 import torch
 from small_run import CONFIG, eventually, small_run
 
+from shoal.files import folder_bytes, is_out_of_memory
 from shoal.net.rate_limit import BandwidthLimit
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
 from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
 from shoal.rollout.engine.transformers_engine import TransformersEngine
-from shoal.rollout.worker.limits import ResourceLimits, folder_bytes, is_out_of_memory
+from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
 from shoal.wire.lease import Lease
@@ -68,7 +69,8 @@ def test_cores_are_limited_for_the_whole_process() -> None:
 
 def test_the_kernel_refuses_more_memory() -> None:
     program = (
-        "from shoal.rollout.worker.limits import is_out_of_memory, limit_memory\n"
+        "from shoal.files import is_out_of_memory\n"
+        "from shoal.rollout.worker.limits import limit_memory\n"
         "limit_memory(0.5, 'cpu')\n"
         "try: kept = bytearray(600_000_000)\n"
         "except MemoryError as error: print('refused', is_out_of_memory(error))\n"
@@ -100,7 +102,9 @@ def test_apple_silicon_gets_the_engine_that_runs_there(tmp_path: Path) -> None:
     from shoal.model.builtin import create_model
 
     create_model("tiny", tmp_path / "v0", seed=0)
-    engine = _make_for(tmp_path / "v0", compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps")
+    engine = _make_for(
+        tmp_path / "v0", compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps", draft=None
+    )
     assert isinstance(engine, TransformersEngine)
     assert engine._exact_device == torch.device("cpu")
     assert (

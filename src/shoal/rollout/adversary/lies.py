@@ -29,7 +29,8 @@ from shoal.rollout.adversary.lying_engines import (
 )
 from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine, GenerationRequest
 from shoal.tasks import make_task
-from shoal.toploc.proof import PRIME, num_segments
+from shoal.toploc.field import PRIME
+from shoal.toploc.proof import num_segments
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.seeded_draw import problem_seeds
@@ -173,8 +174,8 @@ class ReplacedTokens(Behaviour):
         return replace(table, rows=rows)
 
 
-class OtherPrompts(Behaviour):
-    """Answers problems of its own choice, which could be the easy ones."""
+class KnowsTokenizer(Behaviour):
+    """A behaviour that uses the tokenizer of the engine."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -183,33 +184,33 @@ class OtherPrompts(Behaviour):
         self._engine = engine
         return engine
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._engine is not None, "engine() must be called first"
+        return self._engine.tokenizer
+
+
+class OtherPrompts(KnowsTokenizer):
+    """Answers problems of its own choice, which could be the easy ones."""
+
     def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        assert self._engine is not None, "engine() must be called before requests()"
         task = make_task(lease.task)
         candidates = (task.problem("train", seed).prompt for seed in range(1000))
         chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
         other = lease.model_copy(update={"prompts": tuple(chosen)})
-        encoded = [tuple(tokens) for tokens in encode_leased_prompts(other, self._engine.tokenizer)]
+        encoded = [tuple(tokens) for tokens in encode_leased_prompts(other, self.tokenizer)]
         return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
 
 
-class Truncated(Behaviour):
+class Truncated(KnowsTokenizer):
     """Stops early and claims that the model ended there. Every state and proof is real: the last token is never fed."""
-
-    def __init__(self) -> None:
-        self._engine: Engine | None = None
-
-    def engine(self, engine: Engine) -> Engine:
-        self._engine = engine
-        return engine
 
     def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         cap = max(1, lease.sampling.max_new_tokens // 4)
         return [replace(request, max_new_tokens=cap) for request in requests]
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        assert self._engine is not None, "engine() must be called before table()"
-        end = min(self._engine.tokenizer.end_tokens)
+        end = min(self.tokenizer.end_tokens)
         rows = tuple(
             replace(
                 row,
@@ -279,19 +280,11 @@ class Replay(Behaviour):
         return self._first
 
 
-class Fabricated(Behaviour):
+class Fabricated(KnowsTokenizer):
     """Sends a file that needs no model, the cheapest lie: see `fabricate`."""
 
-    def __init__(self) -> None:
-        self._engine: Engine | None = None
-
-    def engine(self, engine: Engine) -> Engine:
-        self._engine = engine
-        return engine
-
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        assert self._engine is not None, "engine() must be called before table()"
-        return fabricate(lease, table.policy_version, self._engine.tokenizer)
+        return fabricate(lease, table.policy_version, self.tokenizer)
 
 
 def fabricate(lease: Lease, policy_version: int, tokenizer: Tokenizer) -> RolloutTable:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.decoder import Decoder
-from shoal.model.load_model import load_decoder
+from shoal.model.load_model import load_causal
 from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformers_model import TransformersModel
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.proofs import prove_states
@@ -54,6 +55,15 @@ def older(weight: Tensor, *, rate: float, versions: int = 1) -> Tensor:
     bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
     steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
     return weight + rate * steps[bits.int()]
+
+
+def typical_sizes(model: Decoder | TransformersModel) -> Tensor:
+    """Returns [H] the usual size of each channel of a state: the scale of the final norm, or 1 if it has none or scales by 1 + 0."""
+    width = model.shape.hidden_size
+    scales = [
+        one for name, one in model.named_parameters() if one.shape == (width,) and name.endswith("weight")
+    ]
+    return scales[-1].detach() if scales and scales[-1].any() else torch.ones(width)
 
 
 def _rounded(weight: Tensor, *, levels: int) -> Tensor:
@@ -100,15 +110,15 @@ class AlteredEngine(WrappedEngine):
         self._alter = alter
 
     def load(self, folder: Path, version: int) -> None:
-        decoder = load_decoder(folder)
+        model = load_causal(folder)
         with torch.no_grad():
-            for parameter in decoder.parameters():
-                if parameter.ndim == 2:
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:  # the experts of a layer are one tensor of three dimensions
                     parameter.copy_(self._alter(parameter))
         with tempfile.TemporaryDirectory(prefix="shoal-lie-") as scratch:
             altered = Path(scratch)
             copy_all_but_weights(folder, altered)
-            save_weights(decoder, altered / WEIGHTS_FILE)
+            save_weights(model, altered / WEIGHTS_FILE)
             super().load(altered, version)
 
 
@@ -127,10 +137,10 @@ class PrefilledEngine(AlteredEngine):
     def __init__(self, inner: Engine, dtype: torch.dtype) -> None:
         super().__init__(inner, lambda weight: quantised_by_channel(weight, bits=4))
         self._dtype = dtype
-        self._leased: Decoder | None = None
+        self._leased: Decoder | TransformersModel | None = None
 
     def load(self, folder: Path, version: int) -> None:
-        self._leased = load_decoder(folder, self._dtype)
+        self._leased = load_causal(folder, self._dtype)
         super().load(folder, version)
 
     @torch.inference_mode()
@@ -155,7 +165,7 @@ class TypicalEngine(WrappedEngine):
 
     def load(self, folder: Path, version: int) -> None:
         super().load(folder, version)
-        self._typical_H = load_decoder(folder).model.norm.weight.detach()
+        self._typical_H = typical_sizes(load_causal(folder))
 
     def step(self) -> list[FinishedRow]:
         rows = self.inner.step()

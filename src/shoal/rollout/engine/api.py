@@ -76,11 +76,13 @@ def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]
 
 
 def make_table(
-    lease: Lease, policy_version: int, finished: Iterable[FinishedRow], made_by: str = ""
+    lease: Lease, policy_version: int, finished: Iterable[FinishedRow], made_by: str = "", replay: str = ""
 ) -> RolloutTable:
-    """Returns the table that answers a lease. `made_by` is the declared compute class."""
+    """Returns the table that answers a lease. `made_by` is the declared compute class, `replay` the declared ReplayTerms."""
     rows = tuple(row.to_rollout() for row in finished)
-    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by)
+    return RolloutTable(
+        lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by, replay=replay
+    )
 
 
 def ending(request: GenerationRequest, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[int, Finish]:
@@ -182,7 +184,7 @@ def _check_lengths(request: GenerationRequest, limits: EngineLimits) -> None:
     if num_prompt + num_new > limits.max_positions:
         raise ValueError(
             f"{_name(request)}: {num_prompt} prompt + {num_new} new tokens exceed the model's "
-            f"{limits.max_positions} positions; lower max_new_tokens"
+            f"{limits.max_positions} positions; lower max_new_tokens or shorten the prompt"
         )
 
 

@@ -80,6 +80,15 @@ class AttentionPlan:
         self._blocks_SB[:num_slots, : old._max_splits] = old._blocks_SB
         self._changed = True
 
+    def set_rows(self, plan: "AttentionPlan", slots: Sequence[int], num_tokens: int) -> None:
+        """Replaces all rows: `num_tokens` rows for each of some slots of another plan, with its prompt."""
+        sources = np.repeat(np.array(slots), num_tokens)
+        self._places_S[:] = -1
+        self._places_S[: len(sources)] = plan._places_S[sources]
+        self._lengths_S[: len(sources)] = plan._lengths_S[sources]
+        self._blocks_SB[: len(sources)] = plan._blocks_SB[sources]
+        self._changed = True
+
     def table_if_changed(self) -> IntArray | None:
         """Returns the work list if rows were added or removed since the last call; `split_table` names its parts."""
         if not self._changed:

@@ -4,7 +4,7 @@ Keys and values are stored in blocks that rows get as they grow (scheduler.py). 
 table says which blocks a row has. On a CPU each row has a range of addresses long enough for its longest; the operating system
 adds a page of memory where a token is first written, and gets the pages back when the row ends.
 
-S slots, R some of them, N new tokens, A states kept for proofs, H hidden size, B blocks of a row, M blocks of the pool. Other
+S slots, R some of them, N new tokens, T tokens fed at once, A states kept for proofs, H hidden size, B blocks of a row, M blocks of the pool. Other
 letters: model/decoder.py.
 """
 
@@ -50,6 +50,15 @@ class RowOutputs(NamedTuple):
     logprobs_RN: Tensor
     states_RAH: Tensor
     """The newest states of each row: that of new token t is in line t modulo A."""
+
+
+class Draws(NamedTuple):
+    """The tokens that rows drew after each of the T tokens that they were fed: their newest token and those of a draft."""
+
+    tokens_RT: Tensor
+    logprobs_RT: Tensor
+    states_RTH: Tensor
+    """States of the fed tokens, from which the draws were made."""
 
 
 class BlockCache:
@@ -162,7 +171,9 @@ class KVSlots:
         host_RX[:, 2 : 2 + num_fields] = [_first_fields(row) for row in admitted]
         sampling_RE = host_RX[:, 2 + num_fields :].view(np.float64)
         sampling_RE[:, 0] = [row.request.temperature for row in admitted]
-        sampling_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
+        firsts = np.array([row.first_draw for row in admitted], dtype=np.uint64)
+        numbers_RN = np.add(firsts[:, None], np.arange(num_new, dtype=np.uint64), dtype=np.uint64)
+        sampling_RE[:, 1:] = uniforms(seeds[:, None], numbers_RN)
         device_RX = upload(host_RX, self.device)
         slots_R = device_RX[:, 0]
         self.blocks_SB[slots_R, 0] = device_RX[:, 1]
@@ -190,12 +201,58 @@ class KVSlots:
             self.states_SAH[slots_R],
         )
 
+    def read_drawn(self, slots: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        """Returns the tokens that rows have drawn so far. Waits for the device."""
+        slots_R = upload(np.array(slots), self.device)
+        counts = self.num_drawn_S[slots_R].tolist()
+        tokens_RN = self.tokens_SN[slots_R, : max(counts)].cpu().numpy()
+        return [tokens_N[:count] for tokens_N, count in zip(tokens_RN, counts, strict=True)]
+
     def read_states(self, slots: Sequence[int], firsts: Sequence[int], num_tokens: int) -> Tensor:
-        """Returns copies of the states of `num_tokens` new tokens of each row, from the given first ones on, [R, tokens, H]."""
+        """Returns copies of the states of `num_tokens` new tokens of each row, [R, tokens, H]. `firsts` has each row's first one."""
         tokens_RT = np.array(firsts)[:, None] + np.arange(num_tokens)
         slots_R1 = np.broadcast_to(np.array(slots)[:, None], tokens_RT.shape)
         at_2RT = upload(np.stack((slots_R1, tokens_RT % self.states_SAH.shape[1])), self.device)
         return self.states_SAH[at_2RT[0], at_2RT[1]]
+
+    def next_uniforms(self, slots_R: Tensor, num: int) -> Tensor:
+        """Returns the uniforms of the next `num` draws of each row, [R, num]. Behind a row's cap they are of no use."""
+        numbers_RT = self.num_drawn_S[slots_R, None] + torch.arange(num, device=self.device)
+        return self.uniforms_SN[slots_R[:, None], numbers_RT.clamp(max=self.uniforms_SN.shape[1] - 1)]
+
+    def keep_draws(self, slots_R: Tensor, fed_RT: Tensor, draws: Draws, is_end_V: Tensor) -> None:
+        """Stores the draws up to the first that differs from the draft or ends the row, and advances the rows.
+
+        A token is a function of the distribution before it and of the row's uniform for its number, so a draft's token is right
+        exactly if it equals the draw. The first draw that differs is right too: everything before it was. Rows that have ended
+        before stay as they are.
+        """
+        tokens_RT = draws.tokens_RT
+        numbers_RT = self.num_drawn_S[slots_R, None] + torch.arange(tokens_RT.shape[1], device=self.device)
+        ends_RT = is_end_V[tokens_RT] | (numbers_RT + 1 >= self.max_drawn_S[slots_R, None])
+        right_RT = torch.ones_like(ends_RT)
+        right_RT[:, 0] = self.ended_S[slots_R] == 0
+        right_RT[:, 1:] = (fed_RT[:, 1:] == tokens_RT[:, :-1]) & ~ends_RT[:, :-1]
+        kept_RT = right_RT.cumprod(1).bool()
+        rows_X, at_X = kept_RT.nonzero(as_tuple=True)
+        slots_X, numbers_X = slots_R[rows_X], numbers_RT[rows_X, at_X]
+        self.tokens_SN[slots_X, numbers_X] = tokens_RT[rows_X, at_X]
+        self.logprobs_SN[slots_X, numbers_X] = draws.logprobs_RT[rows_X, at_X]
+        lines_X = (numbers_X - 1) % self.states_SAH.shape[1]
+        self.states_SAH[slots_X, lines_X] = draws.states_RTH[rows_X, at_X].to(torch.bfloat16)
+        counts_R = kept_RT.sum(1)
+        runs_R, last_R1 = counts_R > 0, (counts_R - 1).clamp(min=0)[:, None]
+        num_drawn_R = self.num_drawn_S[slots_R] + counts_R
+        ends_R = ends_RT.gather(1, last_R1).squeeze(1)
+        newest_R = tokens_RT.gather(1, last_R1).squeeze(1)
+        self.newest_S[slots_R] = torch.where(runs_R, newest_R, self.newest_S[slots_R])
+        self.num_drawn_S[slots_R] = num_drawn_R
+        positions_R = torch.where(
+            ends_R, 0, self.positions_S[slots_R] + counts_R
+        )  # as the draw kernel: 0 if it has ended
+        self.positions_S[slots_R] = torch.where(runs_R, positions_R, self.positions_S[slots_R])
+        ended_R = torch.where(ends_R, num_drawn_R, 0)
+        self.ended_S[slots_R] = torch.where(runs_R, ended_R, self.ended_S[slots_R])
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies rows from slot to slot."""
@@ -280,10 +337,10 @@ class EndedRowsReader:
         copied.record()
         self._copies.append(_EndedCopy(step, host_S, copied))
 
-    def read(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
-        """Returns (step, ended_S) of every step that is old enough."""
+    def read(self, *, wait: bool = False) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """Returns (step, ended_S) of every step that is old enough; with `wait`, of all."""
         found: list[tuple[int, npt.NDArray[np.int64]]] = []
-        while len(self._copies) > self._lookahead:
+        while len(self._copies) > (0 if wait else self._lookahead):
             copy = self._copies.popleft()
             if copy.copied is None:
                 found.append((copy.step, copy.ended_S.numpy()))

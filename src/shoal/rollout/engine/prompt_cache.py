@@ -1,6 +1,6 @@
 """Prompts that were computed once, for all rows that start from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,13 @@ class PrefillSize(NamedTuple):
 
 
 PREFILL_SIZES = {"cpu": PrefillSize(2048, 16), "cuda": PrefillSize(8192, 32, batches=2)}
+
+
+MIN_PROMPT_TOKENS = 64
+"""Prompts with fewer tokens in total stay in one batch."""
+MAX_PADDING = 1.25
+"""A batch's longest prompt has at most this many times the tokens of its shortest, plus PADDING_TOKENS."""
+PADDING_TOKENS = 16
 
 
 class PromptBatch(NamedTuple):
@@ -138,3 +145,35 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> PromptBatch:
             here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
         )
     return PromptBatch(list(prompts), cache, decoder.logits(last_PH))
+
+
+def batch_by_length(prompts: Iterable[Prompt]) -> list[list[Prompt]]:
+    """Sorts prompts by length into batches with little padding."""
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=len):
+        if batches and len(prompt) <= MAX_PADDING * len(batches[-1][0]) + PADDING_TOKENS:
+            batches[-1].append(prompt)
+        else:
+            batches.append([prompt])
+    return batches
+
+
+def split_prompts(batches: Sequence[Sequence[Prompt]], num_threads: int) -> list[list[Prompt]]:
+    """Divides batches that have more than a thread's share of the tokens. Returns the largest batch first."""
+    if num_threads > 1:
+        total = sum(len(prompt) for batch in batches for prompt in batch)
+        most = max(MIN_PROMPT_TOKENS, -(-total // num_threads))
+        batches = [part for batch in batches for part in _split_batch(batch, most)]
+    return sorted(map(list, batches), key=lambda batch: -sum(map(len, batch)))
+
+
+def _split_batch(batch: Sequence[Prompt], max_tokens: int) -> list[list[Prompt]]:
+    parts: list[list[Prompt]] = []
+    tokens_left = 0
+    for prompt in batch:
+        if not parts or len(prompt) > tokens_left:
+            parts.append([])
+            tokens_left = max_tokens
+        parts[-1].append(prompt)
+        tokens_left -= len(prompt)
+    return parts

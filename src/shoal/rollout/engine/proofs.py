@@ -17,9 +17,9 @@ from shoal import toploc
 from shoal.model.packed_prefill import upload
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, ending
+from shoal.rollout.engine.cpu_threads import single_core_pool
 from shoal.rollout.engine.kv_slots import RowOutputs
 from shoal.rollout.engine.scheduler import RemovedRow
-from shoal.rollout.engine.step_cpu import single_core_pool
 from shoal.wire.run_spec import ProofSpec
 
 PROVE_ROWS = 64
@@ -53,6 +53,10 @@ class _Part(NamedTuple):
 
     job: "Future[list[bytes]]"
     at: int
+
+    def read(self) -> bytes:
+        """Returns the proof; waits until it is built."""
+        return self.job.result()[self.at]
 
 
 class RawStates(ProofSpec):
@@ -123,16 +127,19 @@ class Prover:
         """Drops the segments of a row that was preempted."""
         self._parts.pop(number, None)
 
+    def take_folded(self, number: int, num_states: int) -> list[_Part]:
+        """Returns the folded segments of a row that ended with `num_states`, and forgets the row.
+
+        An end may be noticed late, when a segment that the row did not complete was folded.
+        """
+        return self._parts.pop(number, [])[: num_states // self.size.segment]
+
     def add(self, rows: Sequence[RemovedRow], counts: Sequence[int], outputs: RowOutputs) -> None:
         """Takes rows that have ended after `counts` tokens. Does not wait for the device."""
         tokens_RN, logprobs_RN = outputs.tokens_RN, outputs.logprobs_RN
         if self._stream is not None:
             tokens_RN, logprobs_RN = _to_host(tokens_RN), _to_host(logprobs_RN)
-        # A device reports ends late: a segment that the row did not complete may have been folded.
-        parts = [
-            self._parts.pop(row.number, [])[: (count - 1) // self.size.segment]
-            for row, count in zip(rows, counts, strict=True)
-        ]
+        parts = [self.take_folded(row.number, count - 1) for row, count in zip(rows, counts, strict=True)]
         requests = [row.request for row in rows]
         self._waiting.append(
             _EndedRows(requests, counts, parts, tokens_RN, logprobs_RN, outputs.states_RAH, self._copied())
@@ -205,10 +212,7 @@ class Prover:
             return [b""] * sum(len(batch.counts) for batch in batches)
         last = self._build([states for batch in batches for states in self._unfolded(batch)])
         parts = [row for batch in batches for row in batch.parts]
-        return [
-            b"".join(part.job.result()[part.at] for part in row) + rest
-            for row, rest in zip(parts, last, strict=True)
-        ]
+        return [b"".join(part.read() for part in row) + rest for row, rest in zip(parts, last, strict=True)]
 
     def _unfolded(self, batch: _EndedRows) -> list[Tensor]:
         """Returns the states of each row after its folded segments."""

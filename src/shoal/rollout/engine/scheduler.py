@@ -31,6 +31,8 @@ class Admission(NamedTuple):
     prompt_blocks: Sequence[int] = ()
     first_block: int = 0
     """Where the row's first new tokens are stored."""
+    first_draw: int = 0
+    """Number of its first draw; above 0 in a draft model, which starts in the middle of a row."""
 
 
 class GivenBlock(NamedTuple):
@@ -55,10 +57,12 @@ class _RunningRow:
     number: int
     first_step: int
     blocks: list[int]
+    ahead: int = 0
+    """Tokens that it was fed beyond one a step, by drafts."""
 
     def fed(self, step: int) -> int:
         """Returns how many new tokens the row was fed before decode step `step`, if it has not ended."""
-        return min(step - self.first_step, self.request.max_new_tokens - 1)
+        return min(step - self.first_step + self.ahead, self.request.max_new_tokens - 1)
 
 
 class Scheduler:
@@ -153,6 +157,16 @@ class Scheduler:
         for (slot, _), block in zip(wanted, blocks, strict=True):
             self._rows[slot].blocks.append(block)
         return [GivenBlock(*at, block) for at, block in zip(wanted, blocks, strict=True)]
+
+    def set_drawn(self, slots: Sequence[int], counts: Sequence[int], *, step: int) -> None:
+        """Notes how many tokens rows have drawn before decode step `step`, after drafts."""
+        for slot, count in zip(slots, counts, strict=True):
+            row = self._rows[slot]
+            row.ahead = count - 1 - (step - row.first_step)
+
+    def numbered_rows(self) -> list[tuple[int, int, GenerationRequest]]:
+        """Returns (slot, number, request) of each running row, by slot."""
+        return [(slot, row.number, row.request) for slot, row in sorted(self._rows.items())]
 
     def preempt(self) -> tuple[int, int]:
         """Stops the row that started last and puts it in front of the waiting rows. Returns its slot and number."""
@@ -255,7 +269,7 @@ class Scheduler:
 
 
 class CacheSize(NamedTuple):
-    """How much the caches of running rows and of prompts hold."""
+    """The sizes of the caches of running rows and of prompts."""
 
     rows: int
     row_positions: int

@@ -4,25 +4,42 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from shoal.model.load_model import decoder_refuses, device_name, kernel_release
+from shoal.model.load_model import decoder_refuses, device_name, kernel_release, machine_digest
 from shoal.model.shape import FAMILIES
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine.api import ComputeDtype, Engine, EngineName, FinishedRow, GenerationRequest
+from shoal.rollout.engine.drafting import DraftSettings
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.telemetry import Log
-from shoal.wire.requirements import Capabilities, ComputeClass
+from shoal.wire.requirements import Capabilities, ComputeClass, ReplayTerms, WeightFormat, precision_of
 from shoal.wire.run_spec import ProofSpec
+
+if TYPE_CHECKING:
+    from shoal.rollout.engine.transformers_engine import TransformersEngine
 
 _LOG = Log("worker")
 
 
-def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
+def check_engine(
+    name: EngineName,
+    *,
+    device: str,
+    tensor_parallel: int,
+    weights: WeightFormat | None = None,
+    draft: DraftSettings | None = None,
+) -> None:
     """Raises ValueError, with what to do, if this machine cannot run the engine. Call it before joining a run."""
     if name == "vllm":
+        if weights is not None:
+            raise ValueError(
+                f"--weights {weights} needs --engine torch: vLLM rounds weights in other ways, which a validator would refuse"
+            )
+        if draft is not None:
+            raise ValueError(f"--draft {draft.source} needs --engine torch; leave --draft out")
         from shoal.rollout.engine.vllm_engine import check_installed
 
         check_installed(device)
@@ -40,9 +57,10 @@ def make_engine(
     max_rows: int,
     device: str,
     tensor_parallel: int = 1,
+    draft: DraftSettings | None = None,
 ) -> Engine:
     """Returns an engine that holds no weights yet. Raises ValueError as `check_engine` does."""
-    check_engine(name, device=device, tensor_parallel=tensor_parallel)
+    check_engine(name, device=device, tensor_parallel=tensor_parallel, draft=draft)
     if name == "vllm":
         from shoal.rollout.engine.vllm_engine import VllmEngine
 
@@ -53,17 +71,27 @@ def make_engine(
             device=device,
             tensor_parallel=tensor_parallel,
         )
-    return AutoEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+    return AutoEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device, draft=draft)
 
 
 class AutoEngine:
     """A TorchEngine, or a TransformersEngine if the first folder that is loaded holds a family that Decoder does not support."""
 
-    def __init__(self, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        compute_dtype: ComputeDtype,
+        proof: ProofSpec,
+        max_rows: int,
+        device: str,
+        draft: DraftSettings | None = None,
+    ) -> None:
         self._make = partial(
-            _make_for, compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device
+            _make_for, compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device, draft=draft
         )
-        self._chosen: Engine | None = None
+        self._chosen: TorchEngine | TransformersEngine | None = None
+        self.weights: WeightFormat | None = None
+        """The format that `load` rounds the layers' weights to; None: none."""
 
     @property
     def kind(self) -> str:
@@ -85,6 +113,7 @@ class AutoEngine:
     def load(self, folder: Path, version: int) -> None:
         if self._chosen is None:
             self._chosen = self._make(folder)
+        self._chosen.weights = self.weights
         self._chosen.load(folder, version)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -93,23 +122,33 @@ class AutoEngine:
     def step(self) -> list[FinishedRow]:
         return self._engine().step()
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> "TorchEngine | TransformersEngine":
         if self._chosen is None:
             raise ValueError("the engine holds no model; load a version first")
         return self._chosen
 
 
 def _make_for(
-    folder: Path, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str
-) -> Engine:
+    folder: Path,
+    *,
+    compute_dtype: ComputeDtype,
+    proof: ProofSpec,
+    max_rows: int,
+    device: str,
+    draft: DraftSettings | None,
+) -> "TorchEngine | TransformersEngine":
     refusal = decoder_refuses(folder)
     if torch.device(device).type == "mps":
         # TorchEngine has steps for CPUs and for CUDA (AMD's ROCm included); both use what Apple's GPUs lack.
         refusal = refusal or "TorchEngine does not run on Apple silicon (mps)"
     if refusal is None:
-        return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+        return TorchEngine(
+            compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device, draft=draft
+        )
     from shoal.rollout.engine.transformers_engine import TransformersEngine
 
+    if draft is not None:
+        _LOG.warning(f"--draft {draft.source} is not used: only TorchEngine verifies drafts")
     _LOG.warning(f"generating through transformers, which is slow: {refusal}; --engine vllm is faster")
     return TransformersEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
 
@@ -120,8 +159,18 @@ def compute_class(engine: Engine, *, device: str, compute_dtype: ComputeDtype) -
         device=device_name(device),
         engine=engine.kind if isinstance(engine, AutoEngine) else "vllm",
         kernels=kernel_release(),
-        precision=compute_dtype,
+        precision=precision_of(compute_dtype, engine.weights if isinstance(engine, AutoEngine) else None),
     )
+
+
+def replay_terms(engine: Engine, *, device: str, max_rows: int) -> ReplayTerms | None:
+    """Returns the terms under which this engine generates the same bits again, or None if that is not known of it.
+
+    Measured for TorchEngine on CPUs: all rows of a lease together, and not of rows with stop strings, which end at the next fold.
+    """
+    if not isinstance(engine, AutoEngine) or engine.kind != "torch" or torch.device(device).type != "cpu":
+        return None
+    return ReplayTerms(machine_digest(), torch.get_num_threads(), max_rows)
 
 
 def machine_capabilities(device: str, *, memory_gb: float | None = None) -> Capabilities:

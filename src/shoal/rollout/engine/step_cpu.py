@@ -1,4 +1,4 @@
-"""One decode step on a CPU: one token for every row.
+"""One decode step on a CPU: one token for every row, or the tokens of a draft.
 
     CpuStep.decode ──▶ one thread per core, each with its share of the rows ──▶ run_layers ──▶ draw_tokens
 
@@ -6,17 +6,19 @@ Attention has two parts under one softmax. Prompts are stored apart, once for al
 one product; the new tokens of each row are in its slot. Keys and values are float32 whatever the model's dtype: short
 products are faster in float32, and scores keep their precision.
 
-B rows of one thread, otherwise the letters of kv_slots.py and model/decoder.py.
+A row's results do not depend on the other rows, bit for bit: sizes that would make a library choose another order of sums are
+padded (MIN_QUERIES, ALIGNED, `linear`), and sums over new tokens have steps of OWN_SUM.
+
+B rows of one thread, T tokens fed to each at once, U = B * T; otherwise the letters of kv_slots.py and model/decoder.py.
 """
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,24 +26,25 @@ from torch.nn import functional as F
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedLayer, FusedWeights, linear
 from shoal.rollout.engine.block_pool import PlacedPrompts, Prompt, PromptPlaces
-from shoal.rollout.engine.kv_slots import KVSlots
-from shoal.rollout.engine.prompt_cache import FinishedPrefill, PromptBatch, prefill
+from shoal.rollout.engine.cpu_threads import MIN_ROWS, CoreThreads, divide, split_rows
+from shoal.rollout.engine.kv_slots import Draws, KVSlots
+from shoal.rollout.engine.prompt_cache import (
+    FinishedPrefill,
+    PromptBatch,
+    batch_by_length,
+    prefill,
+    split_prompts,
+)
 from shoal.rollout.engine.sampling import draw_tokens
 from shoal.rollout.engine.scheduler import Admission
 
-MIN_ROWS = 4
-"""Rows that a thread has at least; with fewer rows, fewer threads are used."""
-MIN_PROMPT_TOKENS = 64
-"""Prompts with fewer tokens in total stay in one batch."""
-MAX_PADDING = 1.25
-"""A batch's longest prompt has at most this many times the tokens of its shortest, plus PADDING_TOKENS."""
-PADDING_TOKENS = 16
-START_S = 60.0
-"""Seconds that threads may take to start."""
-LARGEST_BLOCK_BYTES = 31 << 20
-"""Just under glibc's largest M_MMAP_THRESHOLD (32 MiB)."""
-
-T = TypeVar("T")
+MIN_QUERIES = 4
+"""Products of fewer queries with keys or values sum in another order."""
+ALIGNED = 16
+"""Prompts and new tokens begin at a multiple of this in a row of scores, so that each score meets the same lane of a vector; shorter
+products sum in another order."""
+OWN_SUM = 128
+"""New tokens whose values are summed by one product. A longer product divides its sum by the length of the longest row."""
 
 
 class CpuStep:
@@ -58,7 +61,7 @@ class CpuStep:
         weights: FusedWeights,
         slots: KVSlots,
         is_end_V: Tensor,
-        threads: "CoreThreads",
+        threads: CoreThreads,
     ) -> None:
         """`weights` are the decoder's own, packed or not."""
         assert slots.rows_cache is not None, "CpuStep reads keys and values from the rows' own addresses"
@@ -89,8 +92,9 @@ class CpuStep:
                 if prompt in placed.added:
                     sides = (batch.cache.keys_LSCKD, batch.cache.values_LSCKD)
                     kept = [side[:, line, : len(prompt)].transpose(1, 2) for side in sides]
+                    missing = max(0, ALIGNED - len(prompt))
                     self._prompts[placed.added[prompt]] = _PromptKV(
-                        *(side.to(torch.float32, memory_format=torch.contiguous_format) for side in kept)
+                        len(prompt), *(F.pad(side.float(), (0, 0, 0, missing)).contiguous() for side in kept)
                     )
         return FinishedPrefill(prompts, [batch._replace(cache=None) for batch in batches])
 
@@ -122,16 +126,46 @@ class CpuStep:
             self._shares = [self._share(rows) for rows in split_rows(num_rows, self._threads.num)]
         self._threads.run([partial(self._decode, share) for share in self._shares])
 
+    def verify(self, slots: Sequence[int], drafts_RT: npt.NDArray[np.int64]) -> None:
+        """Feeds every row its newest token and a draft, and keeps the draws up to the first that differs from the draft.
+
+        `drafts_RT` has a line for each of `slots`, which are all running rows in order; -1 where a draft has no more tokens.
+        """
+        assert list(slots) == list(range(len(slots)))
+        num = max(1, min(self._threads.num, len(slots), drafts_RT.size // MIN_ROWS))
+        shares = [self._share(rows) for rows in divide(len(slots), num)]
+        self._threads.run([partial(self._verify, share, torch.from_numpy(drafts_RT)) for share in shares])
+
     def _decode(self, share: "_RowShare") -> None:
-        weights, slots = self._weights, self.slots
-        shape, rows = weights.shape, slice(share.start, share.stop)
-        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.norm_eps)
-        x_BH = F.embedding(slots.newest_S[rows], weights.embed_VH)
-        x_BH = self._run_layers(x_BH, list(weights.layers), heads, share.prompts, self._step_inputs(share))
-        hidden_BH = norm(x_BH, weights.norm_H, shape.norm_eps)
+        slots, rows = self.slots, slice(share.start, share.stop)
+        hidden_BH = self._run(share, slots.newest_S[rows, None])
         lines_B = (slots.num_drawn_S[rows] - 1) % slots.states_SAH.shape[1]
         slots.states_SAH[slots.index_S[rows], lines_B] = hidden_BH.to(torch.bfloat16)
-        self._draw(linear(hidden_BH, weights.head_VH), slots.index_S[rows])
+        self._draw(linear(hidden_BH, self._weights.head_VH), slots.index_S[rows])
+
+    def _verify(self, share: "_RowShare", drafts_RT: Tensor) -> None:
+        slots, rows = self.slots, slice(share.start, share.stop)
+        fed_BT = torch.cat((slots.newest_S[rows, None], drafts_RT[rows]), dim=1)
+        hidden_UH = self._run(share, fed_BT)
+        slots_B = slots.index_S[rows]
+        uniforms_BT = slots.next_uniforms(slots_B, fed_BT.shape[1])
+        temperatures_U = slots.temperatures_S[rows].repeat_interleave(fed_BT.shape[1])
+        tokens_U, logprobs_U = draw_tokens(
+            linear(hidden_UH, self._weights.head_VH), temperatures_U, uniforms_BT.flatten()
+        )
+        size = fed_BT.shape
+        draws = Draws(tokens_U.view(size), logprobs_U.view(size), hidden_UH.view(*size, -1))
+        slots.keep_draws(slots_B, fed_BT, draws, self._is_end_V)
+
+    def _run(self, share: "_RowShare", fed_BT: Tensor) -> Tensor:
+        """Feeds tokens to each row and returns their states, [U, H]."""
+        weights = self._weights
+        shape = weights.shape
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.norm_eps)
+        x_UH = F.embedding(fed_BT.flatten().clamp(min=0), weights.embed_VH)
+        inputs = self._step_inputs(share, fed_BT.shape[1])
+        x_UH = self._run_layers(x_UH, list(weights.layers), heads, share.prompts, inputs)
+        return norm(x_UH, weights.norm_H, shape.norm_eps)
 
     def _draw(self, logits_RV: Tensor, slots_R: Tensor) -> None:
         slots = self.slots
@@ -148,21 +182,26 @@ class CpuStep:
         ends_R = self._is_end_V[tokens_R] | (num_drawn_R >= slots.max_drawn_S[slots_R])
         slots.ended_S[slots_R] = torch.where(ends_R, num_drawn_R, 0)
 
-    def _step_inputs(self, share: "_RowShare") -> "StepInputs":
+    def _step_inputs(self, share: "_RowShare", num_fed: int) -> "StepInputs":
         slots, shape, rows = self.slots, self._weights.shape, slice(share.start, share.stop)
-        positions_B = slots.positions_S[rows]
-        own_B = positions_B - slots.prompt_lengths_S[rows]
-        num_own = int(own_B.max()) + 1
-        rope_B1E = self._weights.rope_PE[positions_B][:, None]
-        queries = len(own_B) * (shape.num_heads // shape.num_kv_heads)
+        num_rows, index_T = share.stop - share.start, slots.index_C[:num_fed]
+        positions_BT = slots.positions_S[rows, None] + index_T
+        # No answer reaches the last position, so tokens of a draft behind the row's cap may be stored there.
+        own_BT = (positions_BT - slots.prompt_lengths_S[rows, None]).clamp(max=slots.size.row_positions - 1)
+        num_own = min(_aligned(int(own_BT.max()) + 1), slots.size.row_positions)
+        rope_U1E = self._weights.rope_PE[positions_BT.flatten().clamp(max=shape.max_positions - 1)][:, None]
+        queries = num_rows * num_fed * (shape.num_heads // shape.num_kv_heads)
         columns = share.prompts.longest + num_own
         return StepInputs(
-            cos_B1D=rope_B1E[..., : shape.head_dim],
-            signed_sin_B1D=rope_B1E[..., shape.head_dim :],
-            index_B=slots.index_S[: len(own_B)],
-            own_B=own_B,
+            cos_U1D=rope_U1E[..., : shape.head_dim],
+            signed_sin_U1D=rope_U1E[..., shape.head_dim :],
+            num_fed=num_fed,
+            rows_U=slots.index_S[:num_rows].repeat_interleave(num_fed)
+            if num_fed > 1
+            else slots.index_S[:num_rows],
+            own_U=own_BT.flatten(),
             num_own=num_own,
-            beyond_BN=slots.index_C[:num_own] > own_B[:, None],
+            beyond_BTN=slots.index_C[:num_own] > own_BT[:, :, None],
             scores_KRC=torch.full((shape.num_kv_heads, queries, columns), float("-inf")),
             keys_LBCKD=self._cache.keys_LSCKD[:, rows],
             values_LBCKD=self._cache.values_LSCKD[:, rows],
@@ -172,15 +211,15 @@ class CpuStep:
         places_B = self.slots.prompt_places_S[rows.start : rows.stop]
         order_B = places_B.argsort(stable=True)
         places, counts = places_B[order_B].unique_consecutive(return_counts=True)
-        group = self._weights.shape.num_heads // self._weights.shape.num_kv_heads
         prompts = [self._prompts[place] for place in places.tolist()]
-        stops = counts.cumsum(0) * group
+        stops = counts.cumsum(0)
         shared = SharedPrompts(
-            starts=(stops - counts * group).tolist(),
+            starts=(stops - counts).tolist(),
             stops=stops.tolist(),
+            lengths=[prompt.length for prompt in prompts],
             keys_LKCD=[prompt.keys_LKCD for prompt in prompts],
             values_LKCD=[prompt.values_LKCD for prompt in prompts],
-            longest=max(prompt.keys_LKCD.shape[2] for prompt in prompts),
+            longest=_aligned(max(prompt.keys_LKCD.shape[2] for prompt in prompts)),
             order_B=order_B,
             ranks_B=order_B.argsort(),
         )
@@ -188,8 +227,9 @@ class CpuStep:
 
 
 class _PromptKV(NamedTuple):
-    """Keys and values of one prompt."""
+    """Keys and values of one prompt, padded to ALIGNED positions if it is shorter."""
 
+    length: int
     keys_LKCD: Tensor
     values_LKCD: Tensor
 
@@ -202,97 +242,8 @@ class _RowShare(NamedTuple):
     prompts: "SharedPrompts"
 
 
-# -- how rows and prompts are shared among threads ---------------------------------------------------------
-
-
-def split_rows(num_rows: int, num_threads: int) -> list[range]:
-    """Divides slots 0 .. num_rows-1 evenly among threads, with at least MIN_ROWS for each."""
-    num = max(1, min(num_threads, num_rows // MIN_ROWS))
-    bounds = [num_rows * at // num for at in range(num + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
-
-
-def batch_by_length(prompts: Iterable[Prompt]) -> list[list[Prompt]]:
-    """Sorts prompts by length into batches with little padding."""
-    batches: list[list[Prompt]] = []
-    for prompt in sorted(prompts, key=len):
-        if batches and len(prompt) <= MAX_PADDING * len(batches[-1][0]) + PADDING_TOKENS:
-            batches[-1].append(prompt)
-        else:
-            batches.append([prompt])
-    return batches
-
-
-def split_prompts(batches: Sequence[Sequence[Prompt]], num_threads: int) -> list[list[Prompt]]:
-    """Divides batches that have more than a thread's share of the tokens. Returns the largest batch first."""
-    if num_threads > 1:
-        total = sum(len(prompt) for batch in batches for prompt in batch)
-        most = max(MIN_PROMPT_TOKENS, -(-total // num_threads))
-        batches = [part for batch in batches for part in _split_batch(batch, most)]
-    return sorted(map(list, batches), key=lambda batch: -sum(map(len, batch)))
-
-
-def _split_batch(batch: Sequence[Prompt], max_tokens: int) -> list[list[Prompt]]:
-    parts: list[list[Prompt]] = []
-    tokens_left = 0
-    for prompt in batch:
-        if not parts or len(prompt) > tokens_left:
-            parts.append([])
-            tokens_left = max_tokens
-        parts[-1].append(prompt)
-        tokens_left -= len(prompt)
-    return parts
-
-
-class CoreThreads:
-    """Threads that each compute a share of the rows on one core, from the first layer to the drawn token.
-
-    torch's own threads divide every operation instead and synchronise after each one: a thousand times a step, most of
-    the operations too small to be divided. These threads synchronise once a step. Each reads all the weights, so they
-    pay off where each has enough rows to be limited by computing rather than by reading.
-    """
-
-    def __init__(self) -> None:
-        """Starts as many threads as torch uses in the calling thread."""
-        self.num = torch.get_num_threads()
-        self._pool = single_core_pool(self.num, "core") if self.num > 1 else None
-        _keep_freed_memory()
-
-    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs the jobs and returns their results in order. Jobs start in this order, so put the longest first."""
-        if self._pool is None or len(jobs) == 1:  # a single job may use all of torch's threads
-            return [job() for job in jobs]
-        return [done.result() for done in [self._pool.submit(_in_inference_mode, job) for job in jobs]]
-
-
-def single_core_pool(num: int, name: str) -> ThreadPoolExecutor:
-    """Starts threads in which torch uses no further threads. The calling thread keeps its own setting."""
-    mine = torch.get_num_threads()
-    pool = ThreadPoolExecutor(num, thread_name_prefix=name)
-    all_started = threading.Barrier(num)
-
-    def initialise(_: int) -> None:
-        all_started.wait(START_S)  # otherwise one thread could run several of these calls
-        torch.get_num_threads()  # a thread's first use reads the number set last in any thread; do that before setting it
-        torch.set_num_threads(1)
-
-    list(pool.map(initialise, range(num)))
-    torch.set_num_threads(mine)  # threads started later use the number that was set last
-    return pool
-
-
-def _keep_freed_memory() -> None:
-    """Makes the GNU allocator keep freed memory, by freeing one large block.
-
-    Without it each thread's memory is returned to the system and requested again in every step.
-    """
-    torch.empty(LARGEST_BLOCK_BYTES, dtype=torch.uint8)
-
-
-@torch.inference_mode()
-def _in_inference_mode(job: Callable[[], T]) -> T:
-    """Runs a job in inference mode, which torch sets for each thread separately."""
-    return job()
+def _aligned(num: int) -> int:
+    return -(-num // ALIGNED) * ALIGNED
 
 
 # -- the layers, written so that TorchScript can run them --------------------------------------------------
@@ -301,11 +252,12 @@ def _in_inference_mode(job: Callable[[], T]) -> T:
 class SharedPrompts(NamedTuple):
     """The prompts of one thread's rows.
 
-    Queries `starts[i]` to `stops[i]` of one kv head, with rows sorted by prompt, have prompt i.
+    Rows `starts[i]` to `stops[i]`, sorted by prompt, have prompt i.
     """
 
     starts: list[int]
     stops: list[int]
+    lengths: list[int]
     keys_LKCD: list[Tensor]
     values_LKCD: list[Tensor]
     longest: int
@@ -318,15 +270,17 @@ class SharedPrompts(NamedTuple):
 class StepInputs(NamedTuple):
     """Inputs that all layers of a step share."""
 
-    cos_B1D: Tensor
-    signed_sin_B1D: Tensor
-    index_B: Tensor
-    """0 .. B-1."""
-    own_B: Tensor
-    """Index of this step's token among the row's new tokens."""
+    cos_U1D: Tensor
+    signed_sin_U1D: Tensor
+    num_fed: int
+    """T."""
+    rows_U: Tensor
+    """Row of each token, 0 .. B-1."""
+    own_U: Tensor
+    """Index of each token among its row's new tokens."""
     num_own: int
-    beyond_BN: Tensor
-    """True for new-token positions that a row has not reached."""
+    beyond_BTN: Tensor
+    """True for new-token positions after the token."""
     scores_KRC: Tensor
     """Buffer for the scores of all queries of a kv head over the prompt and, from `longest` on, the new tokens."""
     keys_LBCKD: Tensor
@@ -344,17 +298,17 @@ class Heads(NamedTuple):
 
 
 def run_layers(
-    x_BH: Tensor, layers: list[FusedLayer], heads: Heads, prompts: SharedPrompts, inputs: StepInputs
+    x_UH: Tensor, layers: list[FusedLayer], heads: Heads, prompts: SharedPrompts, inputs: StepInputs
 ) -> Tensor:
     """Runs all layers and stores the new keys and values."""
     for number, layer in enumerate(layers):
-        qkv_BQD = _project(norm(x_BH, layer.input_norm_H, heads.eps), layer, heads, inputs)
-        mixed_BQ = _attend(qkv_BQD, number, heads, prompts, inputs).to(x_BH.dtype)
-        x_BH = x_BH + linear(mixed_BQ, layer.o_HQ)
-        gate_up_BF = linear(norm(x_BH, layer.post_norm_H, heads.eps), layer.gate_up_FH)
-        gate_BF, up_BF = gate_up_BF.chunk(2, -1)
-        x_BH = x_BH + linear(F.silu(gate_BF).mul_(up_BF), layer.down_HF)
-    return x_BH
+        qkv_UQD = _project(norm(x_UH, layer.input_norm_H, heads.eps), layer, heads, inputs)
+        mixed_UQ = _attend(qkv_UQD, number, heads, prompts, inputs).to(x_UH.dtype)
+        x_UH = x_UH + linear(mixed_UQ, layer.o_HQ)
+        gate_up_UF = linear(norm(x_UH, layer.post_norm_H, heads.eps), layer.gate_up_FH)
+        gate_UF, up_UF = gate_up_UF.chunk(2, -1)
+        x_UH = x_UH + linear(F.silu(gate_UF).mul_(up_UF), layer.down_HF)
+    return x_UH
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -364,54 +318,83 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def _project(normed_BH: Tensor, layer: FusedLayer, heads: Heads, inputs: StepInputs) -> Tensor:
-    """Returns rotated queries and keys, and values, as float32 [B, heads + 2 kv heads, D]."""
-    qkv_BQD = linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q).view(len(normed_BH), -1, heads.dim)
+def _project(normed_UH: Tensor, layer: FusedLayer, heads: Heads, inputs: StepInputs) -> Tensor:
+    """Returns rotated queries and keys, and values, as float32 [U, heads + 2 kv heads, D]."""
+    qkv_UQD = linear(normed_UH, layer.qkv_QH, layer.qkv_bias_Q).view(len(normed_UH), -1, heads.dim)
     first_v = heads.num + heads.num_kv
-    qk_BMD = qkv_BQD[:, :first_v]
+    qk_UMD = qkv_UQD[:, :first_v]
     q_norm_D, k_norm_D = layer.q_norm_D, layer.k_norm_D
     if q_norm_D is not None and k_norm_D is not None:
-        q_BND = norm(qk_BMD[:, : heads.num], q_norm_D, heads.eps)
-        k_BKD = norm(qk_BMD[:, heads.num :], k_norm_D, heads.eps)
-        qk_BMD = torch.cat((q_BND, k_BKD), dim=1)
-    rotated_BMD = torch.addcmul(
-        qk_BMD * inputs.cos_B1D, qk_BMD.roll(heads.dim // 2, -1), inputs.signed_sin_B1D
+        q_UND = norm(qk_UMD[:, : heads.num], q_norm_D, heads.eps)
+        k_UKD = norm(qk_UMD[:, heads.num :], k_norm_D, heads.eps)
+        qk_UMD = torch.cat((q_UND, k_UKD), dim=1)
+    rotated_UMD = torch.addcmul(
+        qk_UMD * inputs.cos_U1D, qk_UMD.roll(heads.dim // 2, -1), inputs.signed_sin_U1D
     )
-    qkv_BQD[:, :first_v] = rotated_BMD
-    return qkv_BQD.float()
+    qkv_UQD[:, :first_v] = rotated_UMD
+    return qkv_UQD.float()
 
 
-def _attend(qkv_BQD: Tensor, number: int, heads: Heads, prompts: SharedPrompts, inputs: StepInputs) -> Tensor:
-    """Stores the new keys and values and returns the attention output, float32 [B, heads * D]."""
-    num_rows, kv_heads, num_own = len(qkv_BQD), heads.num_kv, inputs.num_own
+def _attend(qkv_UQD: Tensor, number: int, heads: Heads, prompts: SharedPrompts, inputs: StepInputs) -> Tensor:
+    """Stores the new keys and values and returns the attention output, float32 [U, heads * D]."""
+    kv_heads, num_fed, num_own = heads.num_kv, inputs.num_fed, inputs.num_own
+    num_rows, num_queries = len(qkv_UQD) // num_fed, num_fed * (heads.num // kv_heads)
     keys_BCKD, values_BCKD = inputs.keys_LBCKD[number], inputs.values_LBCKD[number]
     first_v = heads.num + kv_heads
-    keys_BCKD[inputs.index_B, inputs.own_B] = qkv_BQD[:, heads.num : first_v]
-    values_BCKD[inputs.index_B, inputs.own_B] = qkv_BQD[:, first_v:]
-    # Heads that share keys take the place of query positions, so that no key is copied.
-    q_BKGD = (qkv_BQD[:, : heads.num] * heads.dim**-0.5).view(num_rows, kv_heads, -1, heads.dim)
-    q_KRD = q_BKGD[prompts.order_B].transpose(0, 1).reshape(kv_heads, -1, heads.dim)
+    keys_BCKD[inputs.rows_U, inputs.own_U] = qkv_UQD[:, heads.num : first_v]
+    values_BCKD[inputs.rows_U, inputs.own_U] = qkv_UQD[:, first_v:]
+    # Heads that share keys, and tokens fed together, take the place of query positions, so that no key is copied.
+    q_BTKGD = (qkv_UQD[:, : heads.num] * heads.dim**-0.5).view(num_rows, num_fed, kv_heads, -1, heads.dim)
+    q_BKQD = q_BTKGD.transpose(1, 2).reshape(num_rows, kv_heads, num_queries, heads.dim)
+    q_KRD = q_BKQD[prompts.order_B].transpose(0, 1).reshape(kv_heads, -1, heads.dim)
     scores_KRC = inputs.scores_KRC
     for at, start in enumerate(prompts.starts):
         keys_KDC = prompts.keys_LKCD[at][number].transpose(1, 2)
-        scores = scores_KRC[:, start : prompts.stops[at], : keys_KDC.shape[2]]
-        torch.bmm(q_KRD[:, start : prompts.stops[at]], keys_KDC, out=scores)
+        first, last = start * num_queries, prompts.stops[at] * num_queries
+        scores_KRC[:, first:last, : keys_KDC.shape[2]] = _product(q_KRD[:, first:last], keys_KDC)
+        if prompts.lengths[at] < keys_KDC.shape[2]:
+            scores_KRC[:, first:last, prompts.lengths[at] : keys_KDC.shape[2]] = float("-inf")
     own_keys = keys_BCKD[:, :num_own].transpose(1, 2).flatten(0, 1)
     own_values = values_BCKD[:, :num_own].transpose(1, 2).flatten(0, 1)
-    own_BKGN = torch.bmm(q_BKGD.flatten(0, 1), own_keys.transpose(1, 2)).view(num_rows, kv_heads, -1, num_own)
-    own_BKGN.masked_fill_(inputs.beyond_BN[:, None, None], float("-inf"))
-    by_row = [kv_heads, num_rows, heads.num // kv_heads, -1]
-    scores_KRC.view(by_row)[:, :, :, prompts.longest :] = own_BKGN[prompts.order_B].transpose(0, 1)
+    own_scores = _product(q_BKQD.flatten(0, 1), own_keys.transpose(1, 2))
+    own_BKTGN = own_scores.view(num_rows, kv_heads, num_fed, -1, num_own)
+    own_BKTGN.masked_fill_(inputs.beyond_BTN[:, None, :, None], float("-inf"))
+    by_row = [kv_heads, num_rows, num_queries, -1]
+    own_BKQN = own_BKTGN.view(num_rows, kv_heads, num_queries, num_own)
+    scores_KRC.view(by_row)[:, :, :, prompts.longest :] = own_BKQN[prompts.order_B].transpose(0, 1)
     weights_KRC = scores_KRC.softmax(-1)
     mixed_KRD = torch.empty_like(q_KRD)
     for at, start in enumerate(prompts.starts):
         values_KCD = prompts.values_LKCD[at][number]
-        weights = weights_KRC[:, start : prompts.stops[at], : values_KCD.shape[1]]
-        torch.bmm(weights, values_KCD, out=mixed_KRD[:, start : prompts.stops[at]])
+        first, last = start * num_queries, prompts.stops[at] * num_queries
+        mixed_KRD[:, first:last] = _product(weights_KRC[:, first:last, : values_KCD.shape[1]], values_KCD)
     own_weights = weights_KRC.view(by_row)[:, :, :, prompts.longest :].transpose(0, 1)[prompts.ranks_B]
     from_prompts = mixed_KRD.view(by_row).transpose(0, 1)[prompts.ranks_B]
-    own = torch.bmm(own_weights.flatten(0, 1), own_values)
-    return own.view(num_rows, -1) + from_prompts.reshape(num_rows, -1)
+    own = _mix_own(own_weights.flatten(0, 1), own_values)
+    mixed_BKQD = own.view(num_rows, kv_heads, num_queries, heads.dim) + from_prompts
+    by_token = mixed_BKQD.view(num_rows, kv_heads, num_fed, -1, heads.dim).transpose(1, 2)
+    return by_token.reshape(len(qkv_UQD), -1)
+
+
+def _product(left: Tensor, right: Tensor, least: int = MIN_QUERIES) -> Tensor:
+    """Computes torch.bmm, always in the order of sums of many matrices and queries.
+
+    A single matrix would be divided among threads, also if there is an `out` that is not contiguous.
+    """
+    num, lines = left.shape[0], left.shape[1]
+    if lines < least:
+        left = F.pad(left, [0, 0, 0, least - lines])
+    if num == 1:
+        left, right = left.expand(2, -1, -1), right.expand(2, -1, -1)
+    return torch.bmm(left, right)[:num, :lines]
+
+
+def _mix_own(weights: Tensor, values: Tensor, step: int = OWN_SUM) -> Tensor:
+    """Returns the values of new tokens, weighted and summed in steps of OWN_SUM."""
+    mixed = _product(weights[:, :, :step], values[:, :step])
+    for start in range(step, values.shape[1], step):
+        mixed = mixed + _product(weights[:, :, start : start + step], values[:, start : start + step])
+    return mixed
 
 
 @cache

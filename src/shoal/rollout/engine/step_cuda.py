@@ -12,6 +12,7 @@ Prompts are computed laid end to end, with the kernels of a decode step: no padd
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,16 +20,24 @@ from torch.nn import functional as F
 from shoal.model.fused import FusedWeights
 from shoal.model.kernels import decode_attention, elementwise, logits
 from shoal.model.packed_prefill import TokenRun, fused_layers, upload
+from shoal.model.shape import Shape
 from shoal.rollout.engine.attention_plan import AttentionPlan, TileSize, split_table
 from shoal.rollout.engine.block_pool import BLOCK, PlacedPrompts, Prompt, PromptPlaces
-from shoal.rollout.engine.kv_slots import BlockCache, KVSlots
+from shoal.rollout.engine.kv_slots import BlockCache, Draws, KVSlots, SlotField
 from shoal.rollout.engine.prompt_cache import PromptBatch
 from shoal.rollout.engine.scheduler import Admission
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between two buckets the time of a step hardly changes."""
-TILE = TileSize(decode_attention.PIECE_ROWS, decode_attention.PROMPT_SPLIT)
-assert TILE.positions == BLOCK and BLOCK % decode_attention.OWN_BLOCK == 0, "an item is one block of a prompt"
+VIRTUAL_TOKENS = 2
+"""Tokens of a row of the virtual step: the fed one counts as its first, and it draws the second."""
+
+
+def tile_size(shape: Shape) -> TileSize:
+    """Returns the rows and positions of one item of the attention kernel."""
+    positions = decode_attention.PROMPT_SPLIT
+    assert positions == BLOCK and BLOCK % decode_attention.OWN_BLOCK == 0, "an item is one block of a prompt"
+    return TileSize(decode_attention.rows_per_item(shape), positions)
 
 
 class CudaStep:
@@ -41,18 +50,26 @@ class CudaStep:
     longer than a step, but it takes about as long."""
 
     def __init__(
-        self, weights: FusedWeights, slots: KVSlots, is_end_V: Tensor, *, graphs: bool = True
+        self,
+        weights: FusedWeights,
+        slots: KVSlots,
+        is_end_V: Tensor,
+        *,
+        graphs: bool = True,
+        shared_blocks: bool = False,
     ) -> None:
+        """`shared_blocks`: rows may have the same blocks and attend to one another's new tokens."""
         self._weights, self.slots, self._is_end_V = weights, slots, is_end_V
         size, device = slots.size, slots.device
         assert slots.blocks is not None, "CudaStep reads keys and values from a pool of blocks"
         self._cache = slots.blocks
-        self._plan = AttentionPlan(size.rows, size.prompt_positions, TILE)
+        self._plan = AttentionPlan(size.rows, size.prompt_positions, tile_size(weights.shape))
         self._plan_table = torch.zeros(self._plan.table_size, dtype=torch.int64, device=device)
         self._tables = row_tables(slots.fields_6S, self._plan_table, slots.blocks_SB)
         # Prompts are computed beside the decoding, whose small kernels leave much of the chip idle.
         self._prefill_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._with_graphs = graphs
+        self._with_graphs, self._shared_blocks = graphs, shared_blocks
+        self._virtual: CudaStep | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def copy_from(self, old: "CudaStep") -> None:
@@ -109,6 +126,53 @@ class CudaStep:
             for size in [rows, *(size for size in BUCKETS if size < rows)]:
                 self._capture(size)
 
+    def verify(self, slots: Sequence[int], drafts_RT: npt.NDArray[np.int64]) -> None:
+        """Feeds rows their newest token and a draft, and keeps the draws up to the first that differs from the draft.
+
+        `drafts_RT` has a line for each of `slots`; -1 where a draft has no more tokens. Each fed token is a row of its own in a
+        second step, the virtual step: the tokens of one row share its blocks and have adjacent positions.
+        """
+        mine, num_rows, num_fed = self.slots, len(slots), 1 + drafts_RT.shape[1]
+        num_virtual = num_rows * num_fed
+        virtual = self._virtual_step(num_virtual)
+        theirs = virtual.slots
+        slots_R = upload(np.array(slots), mine.device)
+        fed_RT = torch.cat((mine.newest_S[slots_R, None], upload(drafts_RT, mine.device)), dim=1)
+        runs_RT = (fed_RT >= 0) & (mine.ended_S[slots_R, None] == 0)
+        positions_RT = mine.positions_S[slots_R, None] + torch.arange(num_fed, device=mine.device)
+        fields_6V = theirs.fields_6S[:, :num_virtual]
+        fields_6V[SlotField.POSITION] = torch.where(runs_RT, positions_RT, 0).flatten()
+        fields_6V[SlotField.NUM_DRAWN] = 1
+        fields_6V[SlotField.MAX_DRAWN] = VIRTUAL_TOKENS + 1
+        fields_6V[SlotField.ENDED] = torch.where(runs_RT, 0, 1).flatten()
+        fields_6V[SlotField.PROMPT_LENGTH] = mine.prompt_lengths_S[slots_R].repeat_interleave(num_fed)
+        theirs.fields_6S[SlotField.ENDED, num_virtual:] = 1
+        theirs.fields_6S[SlotField.POSITION, num_virtual:] = 0
+        theirs.newest_S[:num_virtual] = fed_RT.flatten().clamp(min=0)
+        theirs.blocks_SB[:num_virtual] = mine.blocks_SB[slots_R].repeat_interleave(num_fed, 0)
+        theirs.temperatures_S[:num_virtual] = mine.temperatures_S[slots_R].repeat_interleave(num_fed)
+        theirs.uniforms_SN[:num_virtual, 1] = mine.next_uniforms(slots_R, num_fed).flatten()
+        virtual._plan.set_rows(self._plan, slots, num_fed)
+        virtual.decode(num_virtual)
+        by_row = (num_rows, num_fed)
+        draws = Draws(
+            theirs.tokens_SN[:num_virtual, 1].view(by_row),
+            theirs.logprobs_SN[:num_virtual, 1].view(by_row),
+            theirs.states_SAH[:num_virtual, 0].view(*by_row, -1),
+        )
+        mine.keep_draws(slots_R, fed_RT, draws, self._is_end_V)
+
+    def _virtual_step(self, num_rows: int) -> "CudaStep":
+        """Returns a step with the same blocks whose rows draw one token each and keep one state."""
+        if self._virtual is None or self._virtual.slots.size.rows < num_rows:
+            rows = next((size for size in BUCKETS if size >= num_rows), num_rows)
+            size = self.slots.size._replace(rows=rows, new_tokens=VIRTUAL_TOKENS)
+            slots = KVSlots(self._weights, size, state_tokens=1, paged=False, blocks=self._cache)
+            self._virtual = CudaStep(
+                self._weights, slots, self._is_end_V, graphs=self._with_graphs, shared_blocks=True
+            )
+        return self._virtual
+
     def _capture(self, bucket: int) -> None:
         torch.cuda.current_stream().synchronize()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
@@ -133,6 +197,7 @@ class CudaStep:
                 rows=self._tables,
                 cache=(self._cache.keys_LMCKD[number], self._cache.values_LMCKD[number]),
                 prompt_positions=slots.size.prompt_positions,
+                store_first=self._shared_blocks,
             )
             normed_BH = elementwise.add_norm(x_BH, F.linear(mixed_BQ, layer.o_HQ), layer.post_norm_H, eps)
             delta_BH = F.linear(elementwise.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)

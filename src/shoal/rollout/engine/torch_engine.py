@@ -18,6 +18,7 @@ import torch
 from shoal.model.fused import fuse, pack, repack_jobs
 from shoal.model.load_model import DTYPES, free_bytes, load_decoder
 from shoal.model.packed_prefill import upload
+from shoal.model.rounded_weights import round_weights
 from shoal.model.shape import read_shape
 from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
@@ -28,8 +29,12 @@ from shoal.rollout.engine.api import (
     GenerationRequest,
     check_requests,
 )
+from shoal.rollout.engine.cpu_threads import CoreThreads
+from shoal.rollout.engine.draft_model import DraftModel, check_same_tokenizer
+from shoal.rollout.engine.drafting import DRAFT_TOKENS, DraftCounts, Drafting, DraftSettings
 from shoal.rollout.engine.kv_slots import BlockCache, EndedRowsReader, KVSlots, cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PendingPrefill, PromptCache
+from shoal.rollout.engine.prompt_lookup import PromptLookup
 from shoal.rollout.engine.proofs import Prover
 from shoal.rollout.engine.scheduler import (
     GROW_STEPS,
@@ -39,8 +44,9 @@ from shoal.rollout.engine.scheduler import (
     cache_size_for,
     fit_blocks,
 )
-from shoal.rollout.engine.step_cpu import CoreThreads, CpuStep
+from shoal.rollout.engine.step_cpu import CpuStep
 from shoal.telemetry import Log
+from shoal.wire.requirements import WeightFormat
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
@@ -66,16 +72,23 @@ class TorchEngine:
         proof: ProofSpec | None,
         max_rows: int,
         device: str = "cpu",
+        draft: DraftSettings | None = None,
         graphs: bool = True,
     ) -> None:
         """`proof=None` and `graphs=False` are for measuring what proofs and CUDA graphs cost and gain."""
         if compute_dtype not in DTYPES:
             raise ValueError(f"compute_dtype={compute_dtype!r} must be one of {sorted(DTYPES)}")
         self.policy_version: int | None = None
+        self.weights: WeightFormat | None = None
+        """The format that `load` rounds the layers' weights to; None: none."""
         self._dtype = DTYPES[compute_dtype]
         self._proof = proof
         self._device = torch.device(device)
         self._graphs = graphs
+        self._draft = draft
+        self._drafting: Drafting | None = None
+        self._verified = False
+        """Whether the last step verified drafts."""
         self._scheduler = Scheduler(max_rows)
         self._prompts = PromptCache()
         self._model: LoadedModel | None = None
@@ -107,15 +120,21 @@ class TorchEngine:
         self._max_blocks = None
         self._prompts.clear()
         if self._model is None:
-            self._model = LoadedModel(folder, self._dtype, self._device, self._proof)
+            model = LoadedModel(folder, self._dtype, self._device, self._proof, self.weights)
+            self._drafting = None if self._draft is None else self._make_drafting(model, self._draft)
+            self._model = model
         elif (shape := read_shape(folder)) != self._model.decoder.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         else:
-            self._model.swap(folder)
+            self._model.swap(folder, self.weights)
         self.policy_version = version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_requests(requests, self.policy_version, self._loaded().decoder.shape)
+        if not self.has_work:
+            # Prompts that are computed together can differ in the last bit from the same prompts alone. A replay must not depend on
+            # the rows before these.
+            self._prompts.clear()
         scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
         if requests:
             rows = [*scheduler.running.values(), *scheduler.waiting, *requests]
@@ -184,18 +203,43 @@ class TorchEngine:
     def _decode(self) -> None:
         """Feeds every running row its newest token and draws the next."""
         step = self._step_that_fits()
-        if self._num_steps % GROW_STEPS == 0:
+        few = self._drafting is not None and self._scheduler.num_running <= self._drafting.max_rows
+        # After drafts rows are further than one token a step, so they need blocks before the next multiple of GROW_STEPS.
+        if few or self._verified or self._num_steps % GROW_STEPS == 0:
             self._give_blocks(step)
         if step.gapless and (moves := self._scheduler.compact()):
             step.slots.move(moves)
-        step.decode(self._scheduler.end)
+        self._verified = few and self._verify_drafts(step)
+        if not self._verified:
+            step.decode(self._scheduler.end)
         if self._prompts.pending is not None:
             self._prompts.pending.advance()
         self._remove_ended_rows(step)
         self._num_steps += 1
-        if self._num_steps % self._loaded().prover.size.steps == 0:
+        if self._verified or self._num_steps % self._loaded().prover.size.steps == 0:
             self._end_stopped_rows(step)
             self._fold_states(step)
+
+    def _verify_drafts(self, step: "CpuStep | CudaStep") -> bool:
+        """Feeds every running row its newest token and a draft. Returns whether there were any drafts."""
+        assert self._drafting is not None
+        rows = self._scheduler.numbered_rows()
+        if not rows:
+            return False
+        slots = [slot for slot, _, _ in rows]
+        drawn = step.slots.read_drawn(slots)
+        drafts_RT = self._drafting.drafts(
+            [(*row[1:], tokens) for row, tokens in zip(rows, drawn, strict=True)]
+        )
+        if drafts_RT.shape[1] == 0:
+            return False
+        if not self._verified:  # a verification may add as many states as there is room for behind a fold
+            self._end_stopped_rows(step)
+            self._fold_states(step)
+        step.verify(slots, drafts_RT)
+        counts = step.slots.num_drawn_S[upload(np.array(slots), self._device)].tolist()
+        self._scheduler.set_drawn(slots, counts, step=self._num_steps + 1)
+        return True
 
     def _give_blocks(self, step: "CpuStep | CudaStep") -> None:
         """Gives rows the blocks of their next tokens. Where none is free, drops unused prompts, then preempts rows."""
@@ -250,7 +294,7 @@ class TorchEngine:
     def _remove_ended_rows(self, step: "CpuStep | CudaStep") -> None:
         """Hands rows that have ended to the prover and frees their slots."""
         self._ended_rows.start_copy(self._num_steps, step.slots.ended_S)
-        for number, ended_S in self._ended_rows.read():
+        for number, ended_S in self._ended_rows.read(wait=self._verified):
             slots = self._scheduler.finished(np.flatnonzero(ended_S).tolist(), step=number)
             if len(slots) >= min(self._exchange_rows(step), max(1, self._scheduler.num_running)):
                 counts = ended_S[slots].tolist()
@@ -280,6 +324,26 @@ class TorchEngine:
             self._ended_rows = EndedRowsReader(new.lookahead)
         self._scheduler.resize(size)
         return new
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Returns what drafts were worth so far."""
+        return DraftCounts() if self._drafting is None else self._drafting.counts
+
+    def _make_drafting(self, model: "LoadedModel", draft: DraftSettings) -> Drafting:
+        # A row keeps states of one fold more than a segment, and one token may follow after a stop string was found.
+        num_tokens = min(DRAFT_TOKENS, model.prover.size.steps - 1, GROW_STEPS - 1)
+        if draft.source == "lookup":
+            return Drafting(PromptLookup(), max_rows=draft.rows, max_tokens=num_tokens)
+        small = LoadedModel(Path(draft.source), self._dtype, self._device, None, None)
+        check_same_tokenizer(small.tokenizer, model.tokenizer, draft.source)
+        source = DraftModel(
+            small.decoder.shape,
+            lambda size: _make_step(small, size, None, graphs=self._graphs),
+            max_rows=draft.rows,
+            vocab_size=model.decoder.shape.vocab_size,
+        )
+        return Drafting(source, max_rows=draft.rows, max_tokens=num_tokens)
 
     @property
     def _paged(self) -> bool:
@@ -322,7 +386,7 @@ class TorchEngine:
         self._cache_size = self._cache_size._replace(blocks=blocks)
 
     def _restart(self) -> None:
-        """Puts all running rows back into the queue and frees their memory. The same tokens come out later."""
+        """Puts all running rows back into the queue and frees their memory. They draw the same tokens again."""
         self._prompts.clear()
         self._scheduler.restart()
         self._loaded().prover.forget()
@@ -335,9 +399,16 @@ class LoadedModel:
     """A model on its device, with tokenizer, threads and prover."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, proof: ProofSpec | None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        proof: ProofSpec | None,
+        weights: WeightFormat | None,
     ) -> None:
         self.decoder = load_decoder(folder, dtype, device)
+        if weights is not None:
+            round_weights(self.decoder, weights)
         self.weights = fuse(self.decoder)
         self.packed = pack(self.weights) if device.type == "cpu" else self.weights
         self.tokenizer = load_tokenizer(folder)
@@ -346,9 +417,11 @@ class LoadedModel:
         self.threads = CoreThreads() if device.type == "cpu" else None
         self.prover = Prover(proof, self.tokenizer, device)
 
-    def swap(self, folder: Path) -> None:
+    def swap(self, folder: Path, weights: WeightFormat | None) -> None:
         """Copies new weights over the old ones, in place."""
         load_weights(self.decoder, folder / WEIGHTS_FILE)
+        if weights is not None:
+            round_weights(self.decoder, weights)
         if self.threads is not None:
             self.threads.run(repack_jobs(self.packed, self.weights))
 

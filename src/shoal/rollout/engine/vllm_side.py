@@ -1,144 +1,240 @@
-"""The part of VllmEngine that runs inside vLLM's own worker: the seeded draw, and the states that proofs are made of.
+"""The part of VllmEngine that runs inside vLLM's own workers: the seeded draw, and the states that proofs are made of.
 
-    model ──final norm──▶ states of the rows' newest tokens ──lm_head──▶ logits ──▶ SeededDraw ──▶ one token left
-                          └ stored by the hook                                      └ assigns the states to its rows
+    model ──final norm──▶ states of the rows' newest tokens ──head──▶ logits ──▶ SeededDraw ──▶ drawn token is the largest
+                          └ kept by a hook                                       └ stores states and log-probs
 
-vLLM samples greedily from what SeededDraw leaves: the drawn token, with its log-prob as its logit. So token and log-prob
-come out of vLLM's usual path, in step with the states. A step costs the same few launches for any number of rows; tables about
-rows are rebuilt when the batch changes. Every FOLD_STEPS steps complete segments of states become proofs.
+vLLM samples greedily, so it takes the token that SeededDraw raises. A step costs the same few launches for any number of rows and
+no Python code per row; what concerns one row is done when it comes, moves or ends. Every FOLD_STEPS steps complete segments of
+states become proofs. The head is outside of compiled code and CUDA graphs.
 
-Only vLLM imports this module, in its own process: it needs the extra `vllm`.
+vLLM imports this module in the process of each of its workers, one engine per process: it needs the extra `vllm`.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from shoal.rollout.engine.proofs import FoldSize, fold_size, prove_states
+from shoal.model.stop_strings import stops_now
+from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.rollout.engine.proofs import Prover, prove_states
 from shoal.rollout.engine.sampling import draw_tokens
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import uniforms
 
+OWNER_POLL_S = 1.0
+MORE_LINES = 32
+"""Lines by which the store of rows grows when it is full."""
 
-@dataclass
-class _BatchRow:
-    """A row in vLLM's batch. `outputs` is vLLM's own list of drawn tokens, which grows as it draws."""
-
-    number: int
-    sample_seed: int
-    temperature: float
-    outputs: list[int]
+Ints = npt.NDArray[np.int64]
+Answer = tuple[bytes, bytes]
+"""Proofs of a row, and its log-probs as float32."""
 
 
-@dataclass
-class _KeptRow:
-    """What is kept of a row: a line of the ring of states, how many states it had at the last fold, and proofs of its first
-    segments."""
-
-    line: int
-    num_states: int = 0
-    parts: list[bytes] = field(default_factory=list)
-
-
-class _RowStates:
-    """The newest states of every row, at most one segment and FOLD_STEPS more, and the proofs of earlier segments.
+class RowStore:
+    """What is kept of every row until it has ended: one segment of states and FOLD_STEPS more, its folded segments, its log-probs.
 
     A state's place follows from its token's position, because vLLM feeds the last token of a preempted row a second time when
-    the row resumes.
+    the row resumes. Rows have lines; line 0 takes the states of rows that have drawn nothing yet, which belong to prompts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, proof: ProofSpec | None, tokenizer: Tokenizer, device: torch.device) -> None:
+        self.proof, self.tokenizer = proof, tokenizer
+        self.prover = Prover(proof, tokenizer, device)
         self.newest_BH: Tensor | None = None
-        self.proof: ProofSpec | None = None
-        self.watched: Any = None
-        """The model whose states a hook stores."""
-        self.rows: dict[int, _KeptRow] = {}
+        """The states behind the newest logits; a hook sets them."""
+        self.lines: dict[int, int] = {}
         self._free: list[int] = []
+        self._num_folded_L = np.zeros(1, np.int64)
         self._ring_LAH: Tensor | None = None
-        """Line 0 takes the states of rows that have drawn nothing yet, which belong to prompts."""
+        self._logprobs_LN: Tensor | None = None
 
-    @property
-    def size(self) -> FoldSize:
-        return fold_size(self.proof)
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._ring_LAH is None else self._ring_LAH.nbytes
-
-    def keep(self, number: int) -> _KeptRow:
-        """Returns what is kept of a row; a new row gets a free line."""
-        if number not in self.rows:
+    def line(self, number: int) -> int:
+        """Returns the line of a row; a new row gets a free one."""
+        if number not in self.lines:
             if not self._free:
-                first = 1 + len(self.rows)
-                self._free = list(range(2 * first - 1, first - 1, -1))
-            self.rows[number] = _KeptRow(self._free.pop())
-        return self.rows[number]
+                num_lines = len(self._num_folded_L)
+                self._free = list(range(num_lines + MORE_LINES - 1, num_lines - 1, -1))
+                self._num_folded_L = np.pad(self._num_folded_L, (0, MORE_LINES))
+            line = self.lines[number] = self._free.pop()
+            self._num_folded_L[line] = 0
+        return self.lines[number]
 
-    def store(self, states_RH: Tensor, lines_R: Tensor, counts_R: Tensor) -> None:
-        """Stores the state of each row's newest token. `counts_R`: tokens drawn before this step."""
-        num_lines = 1 + max((row.line for row in self.rows.values()), default=0)
-        if self._ring_LAH is None or len(self._ring_LAH) < num_lines:
-            old = self._ring_LAH
-            size = (2 * num_lines, self.size.kept, states_RH.shape[1])
-            self._ring_LAH = torch.zeros(size, dtype=torch.bfloat16, device=states_RH.device)
-            if old is not None:
-                self._ring_LAH[: len(old)] = old
-        places_R = (counts_R - 1).clamp(min=0) % self.size.kept
+    def take_newest(self, num_rows: int) -> Tensor:
+        """Returns the states behind the newest logits. Raises RuntimeError if they do not belong to `num_rows` rows."""
+        states_BH, self.newest_BH = self.newest_BH, None
+        if states_BH is None or len(states_BH) != num_rows:
+            num_states = 0 if states_BH is None else len(states_BH)
+            raise RuntimeError(
+                f"vLLM computed {num_rows} logits from {num_states} states; use --engine torch"
+            )
+        return states_BH
+
+    def store(
+        self, lines_R: Tensor, counts_R: Tensor, states_RH: Tensor, logprobs_R: Tensor, longest: int
+    ) -> None:
+        """Stores what a step gave. `counts_R`: tokens that each row had before the step, `longest` at most."""
+        num_lines, kept = len(self._num_folded_L), self.prover.size.kept
+        self._ring_LAH = _grown(
+            self._ring_LAH, (num_lines, kept, states_RH.shape[1]), torch.bfloat16, states_RH
+        )
+        width = 0 if self._logprobs_LN is None else self._logprobs_LN.shape[1]
+        if longest >= width:
+            width = longest + max(256, longest // 4)
+        self._logprobs_LN = _grown(self._logprobs_LN, (num_lines, width), torch.float32, states_RH)
+        places_R = (counts_R - 1).clamp(min=0) % kept
         self._ring_LAH[torch.where(counts_R > 0, lines_R, 0), places_R] = states_RH.to(torch.bfloat16)
+        self._logprobs_LN[lines_R, counts_R] = logprobs_R
 
-    def fold(self, rows: list[_KeptRow]) -> None:
-        """Turns the complete segments of these rows into proofs."""
-        segment = self.size.segment
-        complete = [row for row in rows if row.num_states >= (len(row.parts) + 1) * segment]
-        if complete and self.proof is not None:
-            states = [self._states(row, (len(row.parts) + 1) * segment) for row in complete]
-            for row, part in zip(complete, prove_states(states, self.proof), strict=True):
-                row.parts.append(part)
+    def fold(self, numbers_R: Ints, lines_R: Ints, counts_R: Ints) -> None:
+        """Turns segments that are complete with `counts_R` states into proofs. At most one of a row is."""
+        segment = self.prover.size.segment
+        complete = np.flatnonzero(counts_R >= (self._num_folded_L[lines_R] + 1) * segment)
+        if len(complete) == 0 or self.proof is None:
+            return
+        lines = lines_R[complete]
+        states_RTH = self._states(lines, self._num_folded_L[lines] * segment, segment)
+        self.prover.fold(numbers_R[complete].tolist(), states_RTH)
+        self._num_folded_L[lines] += 1
 
-    def prove(self, ended: list[tuple[int, int]]) -> list[bytes] | None:
-        """Returns the proofs of (row number, number of tokens) and forgets the rows; None if this rank stored no states."""
-        assert self.proof is not None, "shoal_watch was called without a proof"
-        rows = [self.rows.pop(number, _KeptRow(0)) for number, _ in ended]
-        self._free += [row.line for row in rows if row.line]
-        counts = [num_tokens - 1 for _, num_tokens in ended]
-        if self._ring_LAH is None and any(counts):
+    def finish(self, ended: list[tuple[int, int]]) -> list[Answer] | None:
+        """Returns what belongs to (row number, number of tokens) and forgets the rows; None if this rank drew nothing."""
+        if self._logprobs_LN is None:
             return None
-        rest = [self._states(row, count) for row, count in zip(rows, counts, strict=True)]
-        last = prove_states(rest, self.proof)
-        return [b"".join(row.parts) + part for row, part in zip(rows, last, strict=True)]
+        segment, proofs, answers = self.prover.size.segment, [b""] * len(ended), []
+        lines = [self.lines.pop(number) for number, _ in ended]
+        self._free += lines
+        if self.proof is not None:
+            folded = [self.prover.take_folded(number, count - 1) for number, count in ended]
+            rest = [
+                self._states(
+                    np.array([line]), np.array([len(parts) * segment]), count - 1 - len(parts) * segment
+                )[0]
+                for line, parts, (_, count) in zip(lines, folded, ended, strict=True)
+            ]
+            proofs = [
+                b"".join(part.read() for part in parts) + last
+                for parts, last in zip(folded, prove_states(rest, self.proof), strict=True)
+            ]
+        for line, proof, (_, count) in zip(lines, proofs, ended, strict=True):
+            answers.append((proof, self._logprobs_LN[line, :count].cpu().numpy().tobytes()))
+        return answers
 
     def forget(self) -> None:
-        self.rows.clear()
-        self._free.clear()
+        """Drops all rows."""
+        self._free += self.lines.values()
+        self.lines.clear()
+        self.prover.forget()
 
-    def _states(self, row: _KeptRow, end: int) -> Tensor:
-        """Returns the states after a row's folded segments, up to that of new token `end`."""
-        start = len(row.parts) * self.size.segment
-        if self._ring_LAH is None or end <= start:
-            return torch.empty(0, 0 if self.proof is None else self.proof.topk)
-        places = torch.arange(start, end, device=self._ring_LAH.device) % self.size.kept
-        return self._ring_LAH[row.line, places]
+    def _states(self, lines_R: Ints, firsts_R: Ints, count: int) -> Tensor:
+        """Returns `count` states of each row, from that of new token `firsts_R` on."""
+        assert self._ring_LAH is not None, "a step stored states"
+        places_RT = (firsts_R[:, None] + np.arange(count)) % self.prover.size.kept
+        device = self._ring_LAH.device
+        return self._ring_LAH[
+            torch.from_numpy(lines_R)[:, None].to(device), torch.from_numpy(places_RT).to(device)
+        ]
 
 
-_STATES = _RowStates()
-"""Shared by SeededDraw and WorkerExtension; vLLM runs one engine per process."""
+def _grown(old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Returns a tensor of `shape` with the old one's values; the old one if it is as large."""
+    if old is not None and old.shape == shape:
+        return old
+    new = torch.zeros(shape, dtype=dtype, device=like.device)
+    if old is not None:
+        new[tuple(slice(size) for size in old.shape)] = old
+    return new
 
 
-@dataclass
-class _BatchTables:
-    """Tables about the rows of a batch; made when rows come, go or move."""
+_STORE: RowStore | None = None
+"""Shared by SeededDraw and WorkerExtension."""
 
-    num_logits: int
-    rows: list[_BatchRow]
-    kept: list[_KeptRow]
-    seeds_R: "np.ndarray[Any, np.dtype[np.uint64]]"
-    places_R: Tensor
-    temperatures_R: Tensor
-    lines_R: Tensor
+
+class _BatchRow(NamedTuple):
+    """A row in vLLM's batch. `outputs` is vLLM's own list of drawn tokens, which grows as it draws."""
+
+    outputs: list[int]
+    stop: tuple[str, ...]
+
+
+class VllmBatch:
+    """The rows of vLLM's batch in its order. Columns are changed place by place and uploaded when one changed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, _BatchRow] = {}
+        self._columns = np.zeros(
+            64, [("number", np.int64), ("line", np.int64), ("seed", np.uint64), ("temperature", np.float32)]
+        )
+        self._outputs: list[list[int]] | None = None
+        """The output tokens of the rows, in the order of the batch; None if they must be listed again."""
+        self.resumed = False
+        """Whether a row came that has tokens already: it was preempted."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def numbers_R(self) -> Ints:
+        return self._columns["number"][: len(self)]
+
+    @property
+    def lines_R(self) -> Ints:
+        return self._columns["line"][: len(self)]
+
+    @property
+    def seeds_R(self) -> npt.NDArray[np.uint64]:
+        return self._columns["seed"][: len(self)]
+
+    def update(self, update: BatchUpdate, store: RowStore) -> None:
+        self._outputs = None
+        for place in update.removed:
+            self._rows.pop(place, None)
+        for place, params, _, outputs in update.added:
+            number, sample_seed, temperature, stop = params.extra_args["shoal"]
+            if place >= len(self._columns):
+                self._columns = np.pad(self._columns, (0, place))
+            self._columns[place] = (number, store.line(number), sample_seed, temperature)
+            self._rows[place] = _BatchRow(outputs, tuple(stop))
+            self.resumed |= bool(outputs)
+        for source, target, direction in update.moved:
+            self._columns[[source, target]] = self._columns[[target, source]]
+            moved, replaced = self._rows.pop(source), self._rows.pop(target, None)
+            self._rows[target] = moved
+            if replaced is not None and direction is MoveDirectionality.SWAP:
+                self._rows[source] = replaced
+
+    def upload(self) -> None:
+        """Copies changed columns to the device."""
+        if self._outputs is None:
+            self._outputs = [self._rows[place].outputs for place in range(len(self))]
+            # float32 as in TorchEngine: with float64 the softmax would be float64, and other log-probs would come out.
+            temperatures = self._columns["temperature"][: len(self)].copy()
+            self.temperatures_R = torch.from_numpy(temperatures).to(self._device)
+            self.device_lines_R = torch.from_numpy(self.lines_R.copy()).to(self._device)
+            self.places_R = torch.arange(len(self), device=self._device)
+
+    def counts(self) -> Ints:
+        """Returns how many tokens each row has.
+
+        vLLM also samples rows whose prompt is not complete, and drops the token: only its own lists count.
+        """
+        assert self._outputs is not None
+        return np.fromiter(map(len, self._outputs), np.int64, len(self))
+
+    def stopped(self, tokenizer: Tokenizer) -> list[int]:
+        """Returns the places of the rows whose newest tokens have a stop string."""
+        return [
+            place for place, row in self._rows.items() if stops_now(row.outputs, row.stop, tokenizer.decode)
+        ]
 
 
 class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
@@ -146,83 +242,46 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, _BatchRow] = {}
-        self._tables: _BatchTables | None = None
+        self._batch = VllmBatch(device)
         self._num_steps = 0
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None:
-            return
-        self._tables = None
-        for place in batch_update.removed:
-            self._rows.pop(place, None)
-        for place, params, _, outputs in batch_update.added:
-            self._rows.pop(place, None)
-            if arguments := (params.extra_args or {}).get("shoal"):
-                number, sample_seed, temperature = arguments
-                self._rows[place] = _BatchRow(number, sample_seed, temperature, outputs)
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if replaced is not None and direction is MoveDirectionality.SWAP:
-                self._rows[source] = replaced
+        if batch_update is not None:
+            assert _STORE is not None, "shoal_watch is called before rows are added"
+            self._batch.update(batch_update, _STORE)
 
     def apply(self, logits_BV: Tensor) -> Tensor:
-        if not self._rows:  # vLLM runs its sampler once before there are rows
+        if not self._batch:  # vLLM runs its sampler once before there are rows
             return logits_BV
-        if self._tables is None or self._tables.num_logits != len(logits_BV):
-            self._tables = self._make_tables(len(logits_BV))
-        tables = self._tables
-        # vLLM also samples rows whose prompt is not complete, and drops the token: only its own lists count the tokens.
-        counts = np.fromiter((len(row.outputs) for row in tables.rows), np.int64, len(tables.rows))
-        uniforms_R = torch.from_numpy(uniforms(tables.seeds_R, counts.astype(np.uint64)))
-        counts_R = torch.from_numpy(counts).to(self._device, non_blocking=True)
+        assert _STORE is not None
+        batch, states_BH = self._batch, _STORE.take_newest(len(logits_BV))
+        if len(logits_BV) != len(batch):
+            raise RuntimeError(
+                f"vLLM sampled {len(logits_BV)} times for {len(batch)} rows; use --engine torch"
+            )
+        batch.upload()
+        counts = batch.counts()
+        uniforms_R = torch.from_numpy(uniforms(batch.seeds_R, counts.astype(np.uint64)))
         tokens_R, logprobs_R = draw_tokens(
-            logits_BV[tables.places_R],
-            tables.temperatures_R,
-            uniforms_R.to(self._device, non_blocking=True),
+            logits_BV, batch.temperatures_R, uniforms_R.to(self._device, non_blocking=True)
         )
-        logits_BV[tables.places_R] = float("-inf")
-        logits_BV[tables.places_R, tokens_R] = logprobs_R
-        self._store_states(tables, counts, counts_R)
-        return logits_BV
-
-    def _make_tables(self, num_logits: int) -> _BatchTables:
-        places = sorted(place for place in self._rows if place < num_logits)
-        rows = [self._rows[place] for place in places]
-        kept = [_STATES.keep(row.number) for row in rows]
-        # A row that was preempted may have been away at every fold: without this its ring could fill up.
-        for row, one in zip(rows, kept, strict=True):
-            one.num_states = max(0, len(row.outputs) - 1)
-        _STATES.fold(kept)
-        return _BatchTables(
-            num_logits=num_logits,
-            rows=rows,
-            kept=kept,
-            seeds_R=np.array([row.sample_seed for row in rows], dtype=np.uint64),
-            places_R=torch.tensor(places, device=self._device),
-            # float32 as in TorchEngine: with float64 the softmax would be float64, and other log-probs would come out.
-            temperatures_R=torch.tensor(
-                [row.temperature for row in rows], dtype=torch.float32, device=self._device
-            ),
-            lines_R=torch.tensor([one.line for one in kept], device=self._device),
-        )
-
-    def _store_states(
-        self, tables: _BatchTables, counts: "np.ndarray[Any, np.dtype[np.int64]]", counts_R: Tensor
-    ) -> None:
-        newest_BH, _STATES.newest_BH = _STATES.newest_BH, None
-        assert newest_BH is not None, "the hook of shoal_watch runs before the logits processor"
-        _STATES.store(newest_BH[tables.places_R], tables.lines_R, counts_R)
+        # A row that was preempted may have been away at every fold: its ring must not fill up.
+        must_fold = batch.resumed or self._num_steps % _STORE.prover.size.steps == 0
+        batch.resumed = False
         self._num_steps += 1
-        if self._num_steps % _STATES.size.steps == 0:
-            for one, count in zip(tables.kept, counts.tolist(), strict=True):
-                one.num_states = count
-            _STATES.fold(tables.kept)
+        if must_fold and (stopped := batch.stopped(_STORE.tokenizer)):
+            # Ends the row; VllmEngine cuts it behind the stop string. Its states are still there, because it is not more than
+            # one fold longer than its answer.
+            tokens_R[stopped] = min(_STORE.tokenizer.end_tokens)
+        logits_BV[batch.places_R, tokens_R] = float("inf")
+        counts_R = torch.from_numpy(counts).to(self._device, non_blocking=True)
+        _STORE.store(batch.device_lines_R, counts_R, states_BH, logprobs_R, longest=int(counts.max()))
+        if must_fold:
+            _STORE.fold(batch.numbers_R, batch.lines_R, counts)
+        return logits_BV
 
 
 class WorkerExtension:
@@ -231,33 +290,73 @@ class WorkerExtension:
     model_runner: Any
     reload_weights: Any
 
-    def shoal_watch(self, topk: int | None, segment_tokens: int) -> None:
-        """Registers a hook that stores the states behind the logits: the final norm's output, one per row.
-
-        `topk=None`: no proofs are asked for.
-        """
-        _STATES.proof = None if topk is None else ProofSpec(topk=topk, segment_tokens=segment_tokens)
+    def shoal_watch(self, folder: str, topk: int | None, segment_tokens: int, owner: int) -> None:
+        """Starts to keep states and log-probs. `topk=None`: without proofs. `owner`: the process that VllmEngine is in."""
+        global _STORE
         model = self.model_runner.get_model()
-        if _STATES.watched is model:
-            return
-        _STATES.watched = model
-
-        def store(module: Any, arguments: tuple[Any, ...]) -> None:
-            _STATES.newest_BH = arguments[1].to(torch.bfloat16, copy=True)
-
-        model.logits_processor.register_forward_pre_hook(store)
+        if _STORE is None:
+            _find_logits_layer(model).register_forward_pre_hook(_keep_states)
+            if os.getpid() != owner:
+                threading.Thread(target=_end_with_owner, args=(owner,), daemon=True).start()
+        proof = None if topk is None else ProofSpec(topk=topk, segment_tokens=segment_tokens)
+        if _STORE is None or _STORE.proof != proof:
+            _STORE = RowStore(proof, load_tokenizer(Path(folder)), next(model.parameters()).device)
 
     def shoal_reload(self, folder: str) -> None:
         """Replaces the weights in place."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
         self.reload_weights(weights_path=folder)
         # A head that shares the embedding's weights is in no file, so vLLM does not reload it. On CPUs it multiplies by a
         # packed copy, which would keep the old weights.
-        head = self.model_runner.get_model().lm_head
-        head.quant_method.process_weights_after_loading(head)
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, VocabParallelEmbedding):
+                layer.quant_method.process_weights_after_loading(layer)
 
-    def shoal_prove(self, rows: list[tuple[int, int]]) -> list[bytes] | None:
-        """Returns proofs of (row number, number of tokens); None on a rank that draws nothing."""
-        return _STATES.prove(rows)
+    def shoal_finish(self, rows: list[tuple[int, int]]) -> list[Answer] | None:
+        """Returns proofs and log-probs of (row number, number of tokens); None on a rank that draws nothing."""
+        assert _STORE is not None, "shoal_watch is called first"
+        return _STORE.finish([(number, count) for number, count in rows])
 
     def shoal_forget(self) -> None:
-        _STATES.forget()
+        if _STORE is not None:
+            _STORE.forget()
+
+
+def _find_logits_layer(model: Any) -> Any:
+    """Returns the layer whose inputs are the head and the final norm's output."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor as LogitsLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, LogitsLayer)]
+    if len(layers) != 1:
+        raise ValueError(
+            f"vLLM's {type(model).__name__} computes logits in {len(layers)} layers instead of one; use --engine torch"
+        )
+    return layers[0]
+
+
+def _keep_states(module: Any, arguments: tuple[Any, ...]) -> None:
+    if _STORE is not None:
+        _STORE.newest_BH = arguments[1].to(torch.bfloat16, copy=True)
+
+
+def _end_with_owner(owner: int) -> None:
+    """Ends vLLM's processes when `owner` has died without telling them: they would hold the device's memory for ever."""
+    child = os.getpid()
+    while (parent := _parent_of(child)) != owner:
+        if parent <= 1:  # not started by it
+            return
+        child = parent
+    while _parent_of(child) == owner:
+        time.sleep(OWNER_POLL_S)
+    if child != os.getpid():
+        os.kill(child, signal.SIGKILL)
+    os._exit(1)
+
+
+def _parent_of(process: int) -> int:
+    """Returns the id of a process's parent; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

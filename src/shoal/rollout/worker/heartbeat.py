@@ -6,7 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 
 from shoal.net.http_client import Refused, Unreachable
-from shoal.rollout.worker.session import CoordinatorSession, LeftRun, LinkedEvent, WorkerExit
+from shoal.net.waiting import LinkedEvent
+from shoal.rollout.worker.session import CoordinatorSession, LeftRun, WorkerExit
 from shoal.telemetry import Log
 
 MIN_PAUSE_S = 0.1
@@ -19,9 +20,14 @@ class Activity(Enum):
     STARTING = "starting"
     """Until the first row: joining, the first lease, the first weights, building the model. Happens once."""
     GENERATING = "generating"
+    WITHOUT_WORK = "without work"
+    """The coordinator answered that it has no work for this node yet."""
     WAITING = "waiting for a lease"
+    LIMITED = "holding all leases it may"
+    """Until the last submission is delivered, or the node is trusted."""
     FETCHING = "waiting for weights"
     SWAPPING = "swapping weights"
+    PACKING = "packing rows"
     DELIVERING = "waiting for an upload"
     PAUSED = "paused"
 
@@ -56,6 +62,13 @@ class Utilisation:
     def busy_share(self) -> float:
         """Share of the time since the first row in which the device generated, pauses not counted."""
         return self._share(self.spent_s(), Activity.GENERATING)
+
+    @property
+    def busy_share_of_work(self) -> float:
+        """Share of the time since the first row in which the device generated, without the time in which the run had no work."""
+        spent_s = self.spent_s()
+        spent_s[Activity.WITHOUT_WORK] = 0.0
+        return self._share(spent_s, Activity.GENERATING)
 
     def describe(self) -> str:
         """Returns the share of each activity, as "generating 97.4%, waiting for a lease 2.6%"."""

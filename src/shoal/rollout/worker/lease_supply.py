@@ -3,8 +3,9 @@
     order ──▶ ask for a lease ──▶ fetch its weights ──▶ take
                                                     └─▶ stop: what was not taken is given back
 
-The coordinator decides how many leases a node may hold: one at first, two once it is trusted. A node that holds as many
-as it may gets one of them again; then there is nothing to fetch until one is delivered.
+The coordinator decides how many leases a node may hold: one at first, several once it is trusted, so that one can be
+uploaded and one generated while the next is fetched. A node that holds as many as it may gets one of them again; then there
+is nothing to fetch until one is delivered.
 """
 
 import math
@@ -14,9 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 from shoal.background import BackgroundTask
-from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.rollout.worker.heartbeat import Activity
-from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, LinkedEvent
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
@@ -170,7 +172,6 @@ class LeaseSupply:
         """Returns a lease whose weights are here."""
         started_s = time.monotonic()
         while True:
-            self._activity = Activity.WAITING
             lease = self._ask_new_lease(session)
             self._activity = Activity.FETCHING
             try:
@@ -193,6 +194,7 @@ class LeaseSupply:
             self._ended.clear()  # before the request: a lease that ends during it may allow another
             while self._delivered:
                 self._taken.discard(self._delivered.pop())
+            self._activity = Activity.WAITING
             lease = self._ask_until_needed(session)
             if lease.lease_id not in self._taken:
                 self._held[lease.lease_id] = lease
@@ -200,17 +202,23 @@ class LeaseSupply:
                 if session.stop.is_set():
                     raise Stopped("stopped while asking for a lease")
                 return lease
+            self._activity = Activity.LIMITED
             self._wait_until_one_ends(session.stop)
 
     def _ask_until_needed(self, session: CoordinatorSession) -> Lease:
         """Asks for a lease. The deadline counts from when the device waits for it: before that nothing is lost."""
         while True:
             try:
-                return session.ask_lease()
+                return session.ask_lease(self._note_refusal)
             except DeadlinePassed:
                 since_s = self._taking_since_s
                 if since_s is not None and time.monotonic() - since_s >= self._deadline_s:
                     raise
+
+    def _note_refusal(self, failure: Refused | Unreachable) -> None:
+        """Records whether the run has no work, which is not the worker's loss."""
+        refused = isinstance(failure, Refused)
+        self._activity = Activity.WITHOUT_WORK if refused else Activity.WAITING
 
     def _wait_until_one_ends(self, stop: threading.Event) -> None:
         end_s = time.monotonic() + ASK_AGAIN_S

@@ -11,7 +11,6 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.net.rate_limit import BandwidthLimit
 
@@ -73,24 +72,3 @@ def limit_memory(memory_gb: float | None, device: str) -> None:
         return
     total = torch.cuda.get_device_properties(torch.device(device)).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), torch.device(device))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an allocation failed, in the words of Python, of torch on a CPU, or of a GPU."""
-    words = ("can't allocate memory", "out of memory", "Cannot allocate memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words)
-    )
-
-
-def folder_bytes(folder: Path) -> int:
-    """Returns the disk space of a folder. Files that several versions share by hard links count once."""
-    sizes: dict[tuple[int, int], int] = {}
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = os.lstat(os.path.join(root, name))
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sum(sizes.values())

@@ -5,15 +5,15 @@ the first contact. Every wait has a deadline and names what it waits for.
 """
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
 import shoal
-from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import FailureReceiver, Refused, SignedClient, Unreachable
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import DeadlinePassed, NotYet, wait_for
 from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder
@@ -44,6 +44,7 @@ from shoal.wire.requirements import Capabilities
 from shoal.wire.run_spec import PROTOCOL
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 SOFTWARE = f"shoal {shoal.__version__}"
 POLL_S = 0.1
@@ -83,31 +84,6 @@ _LEASE_OVER = (
     "request.too_large",
 )
 """Refusals after which a lease cannot be submitted any more."""
-
-
-class LinkedEvent(threading.Event):
-    """An event that also counts as set while `parent` is set.
-
-    A worker ends when its process is told to stop or when the run ends. It must not set the process's own event:
-    other parts of the process may depend on that.
-    """
-
-    def __init__(self, parent: threading.Event) -> None:
-        super().__init__()
-        self.parent = parent
-
-    def is_set(self) -> bool:
-        return super().is_set() or self.parent.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        end_s = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not self.parent.is_set():
-            left_s = end_s - time.monotonic()
-            if super().wait(max(0.0, min(POLL_S, left_s))):
-                return True
-            if left_s <= POLL_S:
-                return self.parent.is_set()
-        return True
 
 
 class ServerClock:
@@ -160,25 +136,28 @@ def join(
         )
     folder.pin(PinnedRun(run=info.spec.run, run_key=info.run_key), client.url)
     enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **folder.credentials(info, log))
-    try:
+    with _raise_left_run():
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
         ask = OpenSession(software=SOFTWARE, capabilities=capabilities)
         opened = client.call_until("a session", "POST", "/v1/session", ask, Session, deadline_s=deadline_s)
-    except Refused as refused:
-        raise left_run(refused) or refused from None
     log.info(
         f"joined run {info.spec.run!r}", node=enrolled.node[:16], trust=enrolled.trust, session=opened.epoch
     )
     return JoinedRun(info=info, epoch=opened.epoch, heartbeat_s=opened.heartbeat_s, clock=clock)
 
 
-def left_run(refused: Refused) -> LeftRun | None:
-    """Returns the LeftRun that a refusal means, or None if the session goes on."""
-    if refused.code == "request.banned":
-        return LeftRun(WorkerExit.EJECTED, refused.problem.detail)
-    if refused.code == "request.stale_epoch":
-        return LeftRun(WorkerExit.REPLACED, f"{refused.problem.detail}; {refused.problem.fix}")
-    return None
+@contextmanager
+def _raise_left_run() -> Iterator[None]:
+    """Raises LeftRun for a refusal that ends the session. Other refusals are raised as they are."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.code == "request.banned":
+            raise LeftRun(WorkerExit.EJECTED, refused.problem.detail) from None
+        if refused.code == "request.stale_epoch":
+            reason = f"{refused.problem.detail}; {refused.problem.fix}"
+            raise LeftRun(WorkerExit.REPLACED, reason) from None
+        raise
 
 
 class CoordinatorSession:
@@ -201,12 +180,16 @@ class CoordinatorSession:
     def time_left_s(self, lease: Lease) -> float:
         return lease.deadline_s - self.joined.clock.now_s()
 
-    def ask_lease(self) -> Lease:
-        """Returns a lease of this node: one that a crash interrupted and that is still open, otherwise a new one."""
+    def ask_lease(self, heard: FailureReceiver = lambda failure: None) -> Lease:
+        """Returns a lease of this node: one that a crash interrupted and that is still open, otherwise a new one.
+
+        Calls `heard` with every answer that there is none yet.
+        """
         ask = AskLease(epoch=self.joined.epoch)
-        sealed = self._call_until(
-            "a lease", "POST", "/v1/leases", ask, Sealed[Lease], deadline_s=self._deadline_s
-        )
+        with _raise_left_run():
+            sealed = self._client.call_until(
+                "a lease", "POST", "/v1/leases", ask, Sealed[Lease], deadline_s=self._deadline_s, heard=heard
+            )
         lease = sealed.open(self.joined.info.run_key)
         expected = (self.joined.info.spec.run, self._client.key.public)
         if (lease.run, lease.node) != expected:
@@ -285,15 +268,16 @@ class CoordinatorSession:
             policy_version=policy_version,
             tokens_per_s=tokens_per_s,
         )
-        try:
+        with _raise_left_run():
             return self._client.call("POST", "/v1/heartbeat", beat, HeartbeatReply)
-        except Refused as refused:
-            raise left_run(refused) or refused from None
 
     def leave(self) -> None:
         """Tells the coordinator to give this node no more leases until it joins again."""
         ask = Leave(epoch=self.joined.epoch)
-        self._call_until("to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s)
+        with _raise_left_run():
+            self._client.call_until(
+                "to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s
+            )
 
     def _upload(self, lease: Lease, ask: AskUpload, data: bytes, end_s: float) -> None:
         """Uploads until `end_s`. Each attempt asks for the URL again: an interrupted upload may need a new one."""
@@ -322,22 +306,15 @@ class CoordinatorSession:
     ) -> R:
         path = f"/v1/leases/{lease.lease_id}{action}"
         try:
-            return _until_deadline(
-                lambda left_s: self._call_until(what, "POST", path, body, reply, deadline_s=left_s), end_s
-            )
+            with _raise_left_run():
+                return _until_deadline(
+                    lambda left_s: self._client.call_until(
+                        what, "POST", path, body, reply, deadline_s=left_s
+                    ),
+                    end_s,
+                )
         except Refused as refused:
             raise _lease_error(refused) from None
-
-    def _call_until(
-        self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
-    ) -> R:
-        try:
-            return self._client.call_until(what, method, path, body, reply, deadline_s=deadline_s)
-        except Refused as refused:
-            raise left_run(refused) or refused from None
-
-
-T = TypeVar("T")
 
 
 def _until_deadline(wait: Callable[[float], T], end_s: float) -> T:

@@ -1,5 +1,6 @@
 """Uploads and submits finished work while the device generates the next, and logs the verdicts."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from shoal.wire.messages import LeaseStatus
 from shoal.wire.rollouts import RolloutTable, encode
 
 POLL_S = 0.1
+MAX_DELIVERIES = 2
+"""Deliveries at once. Each is mostly round trips, so that with one a short lease would wait for the upload of the last."""
 MAX_FOLLOWED = 64
 """Submissions whose verdicts are asked for. Older ones are dropped here; the ledger has them."""
 
 
 class Uploader:
-    """Delivers one submission at a time, in a background thread. Its errors are raised by the next `send` or `finish`."""
+    """Delivers submissions, each in a background thread. Their errors are raised by the next `wait_for_room` or `finish`."""
 
     def __init__(
         self,
@@ -36,31 +39,41 @@ class Uploader:
     ) -> None:
         self._session, self._folder, self._behaviour, self._supply = session, folder, behaviour, supply
         self._log = log
-        self._delivery: BackgroundTask[None] | None = None
+        self._deliveries: list[BackgroundTask[None]] = []
+        self._folder_lock = threading.Lock()
         self.verdicts = VerdictLog(session, log)
 
     def send(self, lease: Lease, table: RolloutTable, **figures: float) -> None:
-        """Starts to deliver a table. The last delivery must be finished. `figures` are logged with the submission."""
-        assert self._delivery is None or self._delivery.done, "call finish first: one delivery at a time"
-        self.finish()
-        self._delivery = BackgroundTask("upload", partial(self._deliver, lease, table, figures))
+        """Starts to deliver a table. Call `wait_for_room` first. `figures` are logged with the submission."""
+        assert len(self._deliveries) < MAX_DELIVERIES, "call wait_for_room first"
+        self._deliveries.append(BackgroundTask("upload", partial(self._deliver, lease, table, figures)))
 
-    def finish(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Waits for the delivery under way, if any, and raises its error. Calls `on_wait` meanwhile, which may raise."""
-        if self._delivery is None:
-            return
-        while not self._delivery.done:
-            on_wait()
-            self._delivery.wait(POLL_S)
-        delivery, self._delivery = self._delivery, None
-        delivery.result()
+    def wait_for_room(self, on_wait: Callable[[], None]) -> None:
+        """Waits until another delivery may start, and raises the error of one that ended. `on_wait` is called meanwhile."""
+        self._wait_until_fewer_than(MAX_DELIVERIES, on_wait)
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Waits for all deliveries, and raises the error of the first that failed. Calls `on_wait` meanwhile, which may raise."""
+        self._wait_until_fewer_than(1, on_wait)
 
     def close(self, wait_s: float) -> None:
-        """Waits for the delivery under way, but at most `wait_s`: the coordinator would give the lease again."""
-        if self._delivery is not None:
-            self._delivery.wait(wait_s)
+        """Waits for the deliveries under way, but at most `wait_s`: the coordinator would give the leases again."""
+        end_s = time.monotonic() + wait_s
+        for delivery in self._deliveries:
+            delivery.wait(max(0.0, end_s - time.monotonic()))
 
-    # -- in the background thread --------------------------------------------------------------------------
+    def _wait_until_fewer_than(self, limit: int, on_wait: Callable[[], None]) -> None:
+        while True:
+            ended = [delivery for delivery in self._deliveries if delivery.done]
+            self._deliveries = [delivery for delivery in self._deliveries if delivery not in ended]
+            for delivery in ended:
+                delivery.result()
+            if len(self._deliveries) < limit:
+                return
+            on_wait()
+            self._deliveries[0].wait(POLL_S)
+
+    # -- in the background threads -------------------------------------------------------------------------
 
     def _deliver(self, lease: Lease, table: RolloutTable, figures: dict[str, float]) -> None:
         try:
@@ -77,7 +90,8 @@ class Uploader:
     def _submit(self, lease: Lease, table: RolloutTable, figures: dict[str, float]) -> None:
         started_s = time.monotonic()
         data = self._behaviour.data(encode(table))
-        self._folder.store_last_submission(lease, table.policy_version, data)
+        with self._folder_lock:
+            self._folder.store_last_submission(lease, table.policy_version, data)
         receipt = self._session.deliver(lease, data, policy_version=table.policy_version)
         self.verdicts.follow(lease.lease_id)
         self._log.info(
@@ -94,10 +108,11 @@ class Uploader:
 
 
 class VerdictLog:
-    """Asks for the verdicts on submissions, one request at a time, and logs them."""
+    """Asks for the verdicts on submissions, one request at a time, and logs them. Every method may be called from any thread."""
 
     def __init__(self, session: CoordinatorSession, log: Log) -> None:
         self._session, self._log = session, log
+        self._lock = threading.Lock()
         self._awaited: deque[str] = deque(maxlen=MAX_FOLLOWED)
         self.credit = 0
 
@@ -106,14 +121,15 @@ class VerdictLog:
 
     def ask_one(self) -> None:
         """Asks for the oldest verdict. If there is none yet, the submission goes to the end of the queue."""
-        if not self._awaited:
-            return
-        lease_id = self._awaited.popleft()
-        status = self._session.ask_status(lease_id)
-        if status is None or status.code is None:
-            self._awaited.append(lease_id)
-        else:
-            self._report(status)
+        with self._lock:
+            if not self._awaited:
+                return
+            lease_id = self._awaited.popleft()
+            status = self._session.ask_status(lease_id)
+            if status is None or status.code is None:
+                self._awaited.append(lease_id)
+            else:
+                self._report(status)
 
     def ask_all(self) -> None:
         for _ in range(len(self._awaited)):
@@ -123,13 +139,15 @@ class VerdictLog:
         code = status.code or ""
         self.credit += status.credit
         if code == ACCEPTED:
-            self._log.info(f"accepted, credit +{status.credit}", lease=status.lease_id, total=self.credit)
+            self._log.info(
+                f"accepted, credit +{status.credit}", lease=status.lease_id, this_session=self.credit
+            )
         elif code.startswith("void."):
             self._log.info(
                 f"does not count: {explain_code(code)}", lease=status.lease_id, detail=status.detail
             )
         else:
-            remedy = CODES[code].remedy if code in CODES else "see docs/threats.md"
+            remedy = CODES[code].remedy if code in CODES else "see `shoal docs threats`"
             self._log.warning(
                 f"refused: {explain_code(code)}",
                 lease=status.lease_id,

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from shoal.background import BackgroundTask
+from shoal.files import folder_bytes
 from shoal.net.http_client import Refused, Unreachable
-from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.rollout.engine.api import Engine
-from shoal.rollout.worker.limits import ResourceLimits, folder_bytes
-from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, LinkedEvent
+from shoal.rollout.worker.limits import ResourceLimits
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
 from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
@@ -72,7 +73,7 @@ class VersionCache:
         self._max_lag, self._keep_versions = spec.max_lag, spec.keep_versions
         self._relays: tuple[str, ...] = ()
         self._origin = ""
-        """Both are those of the newest lease."""
+        """Relays and origin that the newest lease names."""
         self._relay_choice = RelayChoice(
             ticket=session.tickets, limit=limits.download(), on_progress=on_progress
         )

@@ -4,7 +4,7 @@
                        ╲                     ╲
     main thread         swap, generate ──────▶ swap, generate ──────▶ ...           the device never waits for the network
                                        ╲                      ╲
-    upload                              upload, submit, receipt ...                 uploader.py
+    uploads                             upload, submit, receipt ...                 uploader.py
     heartbeat      ... reports what the main thread does ...                        heartbeat.py
 
 A worker opens outgoing connections only. It keeps nothing that it could not lose: after a crash the coordinator gives
@@ -22,9 +22,16 @@ import torch
 
 from shoal.background import BackgroundTask
 from shoal.net.http_client import SignedClient
-from shoal.net.waiting import Stopped
+from shoal.net.waiting import LinkedEvent, Stopped
 from shoal.rollout.engine.api import Behaviour, Engine, EngineName, FinishedRow, make_requests, make_table
-from shoal.rollout.engine.selection import compute_class, machine_capabilities, make_engine
+from shoal.rollout.engine.drafting import DraftSettings
+from shoal.rollout.engine.selection import (
+    AutoEngine,
+    compute_class,
+    machine_capabilities,
+    make_engine,
+    replay_terms,
+)
 from shoal.rollout.worker.heartbeat import Activity, HeartbeatThread, WorkerStatus
 from shoal.rollout.worker.lease_supply import PAUSE_AFTER_LOSS_S, LeaseSupply, SessionOpener
 from shoal.rollout.worker.limits import ResourceLimits
@@ -32,7 +39,6 @@ from shoal.rollout.worker.session import (
     CoordinatorSession,
     LeaseLost,
     LeftRun,
-    LinkedEvent,
     WorkerExit,
     join,
 )
@@ -41,7 +47,9 @@ from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker_folder import WorkerFolder, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
+from shoal.wire.requirements import WeightFormat
 from shoal.wire.rollouts import RolloutTable
+from shoal.wire.run_spec import RunSpec
 
 SHUTDOWN_S = 3.0
 """How long a worker that ends waits for its leases to be given back and its last upload to arrive."""
@@ -61,6 +69,10 @@ class WorkerConfig:
     device: str = "cpu"
     tensor_parallel: int = 1
     """GPUs that share the model; above 1 for vLLM only."""
+    weights: WeightFormat | None = None
+    """The format that the layers' weights are rounded to and that is declared; the run must admit it. Held-out work is done with
+    the weights as they were published."""
+    draft: DraftSettings | None = None
     max_rows: int = 64
     """Rows decoded at once. More is faster until memory is full."""
     num_threads: int = 0
@@ -121,6 +133,7 @@ def start_worker(
     finally:
         client.close()
     folder.store_entry_points(joined.info.entry_points)
+    check_weights(config.weights, joined.info.spec)
 
     upload_limit = config.limits.upload()
 
@@ -130,6 +143,16 @@ def start_worker(
         return CoordinatorSession(client, joined, deadline_s=config.deadline_s, log=log)
 
     return Worker(config, folder, behaviour, open_session, stop=worker_stop, log=log)
+
+
+def check_weights(weights: WeightFormat | None, spec: RunSpec) -> None:
+    """Raises ValueError if the run does not admit weights of this format."""
+    admitted = spec.admitted_weights.formats
+    if weights is not None and weights not in admitted:
+        raise ValueError(
+            f"run {spec.run!r} does not admit {weights} weights, so every submission would be refused; "
+            + (f"it admits {', '.join(admitted)}" if admitted else "start the worker without --weights")
+        )
 
 
 class Worker:
@@ -191,7 +214,10 @@ class Worker:
         """Gives open leases back and waits for the last upload, both at most SHUTDOWN_S, and stops the heartbeats."""
         utilisation = self.status.utilisation
         if utilisation.busy_share:
-            self._log.info("time since the first row", spent=utilisation.describe())
+            busy = f"{utilisation.busy_share_of_work:.1%}"
+            self._log.info(
+                "time since the first row", spent=utilisation.describe(), busy_while_there_was_work=busy
+            )
         end_s = time.monotonic() + SHUTDOWN_S
         giving_back = BackgroundTask("give back", self._give_back)
         # After leaving, the coordinator takes nothing back.
@@ -222,7 +248,7 @@ class Worker:
         if not self._owner_wants_machine():
             return
         self._supply.stop(SHUTDOWN_S, give_back="its owner wants the machine")
-        self._finish_upload()
+        self._finish_uploads()
         while self._folder.is_paused() and not self._folder.is_leaving():
             self.status.begin(Activity.PAUSED, "paused by its owner")
             self._supply.excuse_pause()
@@ -238,7 +264,7 @@ class Worker:
 
     def _next_lease(self) -> Lease:
         if not self._config.prefetch:
-            self._finish_upload()
+            self._finish_uploads()
         self.status.begin(Activity.WAITING)
         return self._supply.take(self._on_wait)
 
@@ -247,8 +273,11 @@ class Worker:
         if self._stop.is_set():
             raise Stopped(f"stopped while {activity.value}")
 
-    def _finish_upload(self) -> None:
-        self._uploader.finish(lambda: self._on_wait(Activity.DELIVERING))
+    def _on_wait_for_upload(self) -> None:
+        self._on_wait(Activity.DELIVERING)
+
+    def _finish_uploads(self) -> None:
+        self._uploader.finish(self._on_wait_for_upload)
 
     def _raise_heartbeat_result(self) -> None:
         """Raises why the heartbeat thread ended the waits, if it did: the session is over, or the thread failed."""
@@ -267,7 +296,7 @@ class Worker:
         try:
             version = self._load_version(lease)
             table = self._generate(lease, version)
-            self._finish_upload()
+            self._uploader.wait_for_room(self._on_wait_for_upload)
             self._uploader.send(
                 lease,
                 table,
@@ -279,11 +308,19 @@ class Worker:
 
     def _load_version(self, lease: Lease) -> int:
         policy = self._versions.choose(lease)
-        if self._engine.policy_version != policy.version:
+        if self._choose_weights(lease) or self._engine.policy_version != policy.version:
             self.status.begin(Activity.SWAPPING, f"loading version {policy.version}")
             self._versions.load(policy, self._engine)
         self.status.policy_version = policy.version
         return policy.version
+
+    def _choose_weights(self, lease: Lease) -> bool:
+        """Sets the format of the weights for a lease: as published for held-out work. Returns whether it has changed."""
+        weights = None if lease.purpose == "eval" else self._config.weights
+        if self._rounding is None or self._rounding.weights == weights:
+            return False
+        self._rounding.weights = weights
+        return True
 
     def _generate(self, lease: Lease, version: int) -> RolloutTable:
         """Generates all rows of the lease, and orders the next lease in time."""
@@ -305,10 +342,16 @@ class Worker:
                 self._order_next()
             finished += self._engine.step()
         took_s = max(time.monotonic() - started_s, 1e-3)
-        self.status.begin(Activity.DELIVERING)
+        self.status.begin(Activity.PACKING)
         self.status.tokens_per_s = sum(len(row.output_tokens) for row in finished) / took_s
         self._seconds_per_row = took_s / max(1, len(finished))
-        table = make_table(lease, version, finished, made_by=str(self._compute_class()))
+        table = make_table(
+            lease,
+            version,
+            finished,
+            made_by=str(self._compute_class()),
+            replay=str(self._replay_terms() or ""),
+        )
         return self._behaviour.table(table, lease)
 
     def _check_may_continue(self, lease: Lease, num_done: int, num_rows: int) -> None:
@@ -357,7 +400,10 @@ class Worker:
             max_rows=config.max_rows,
             device=config.device,
             tensor_parallel=config.tensor_parallel,
+            draft=config.draft,
         )
+        self._rounding = engine if isinstance(engine, AutoEngine) else None
         dtype = spec.compute_dtype
         self._compute_class = partial(compute_class, engine, device=config.device, compute_dtype=dtype)
+        self._replay_terms = partial(replay_terms, engine, device=config.device, max_rows=config.max_rows)
         return self._behaviour.engine(engine)

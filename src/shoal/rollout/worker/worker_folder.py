@@ -18,11 +18,11 @@ cache/, worker.log  caches of libraries, and the worker's log, if `shoal join` s
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.files import AlreadyLocked, hold_lock, is_locked, write_bytes_atomically
+from shoal.files import hold_lock, is_locked, write_bytes_atomically
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import read_delegation, solve_work
@@ -182,17 +182,13 @@ def is_in_use(folder: Path) -> bool:
 
 @contextmanager
 def open_worker_folder(folder: Path) -> Iterator[WorkerFolder]:
-    """Opens the folder and holds its lock; raises ValueError if another worker has it.
+    """Opens the folder and holds its lock; raises AlreadyLocked if another worker has it.
 
     Two workers with one key would replace each other's session without end.
     """
     lock = folder / "lock"
     holder = lock.read_text(encoding="ascii").strip()[:20] if lock.exists() else ""
     message = f"{folder} is in use by another worker (process {holder or 'unknown'}); stop that one or choose another --dir"
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_lock(lock, message=message))
-        except AlreadyLocked as error:
-            raise ValueError(str(error)) from None
+    with hold_lock(lock, message=message):
         lock.write_text(f"{os.getpid()}\n", encoding="ascii")
         yield WorkerFolder(folder)
