@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,7 @@ class SmallSwarm:
         lease: Lease,
         code: str = "accepted",
         rewards: tuple[float, ...] = (),
-        evidence: dict[str, float] | None = None,
+        evidence: Mapping[str, float | int | str] | None = None,
     ) -> LeaseStatus:
         accepted = code == "accepted"
         body = Verdict(
@@ -342,6 +342,8 @@ def report(version: int) -> StepReport:
         wait_s=1.0,
         train_s=1.0,
         tokens_per_s=100.0,
+        disk_bytes=5_000_000,
+        train_passes=4,
     )
 
 

@@ -1,6 +1,8 @@
 """Accounts of lost leases: the rules, and what a real coordinator makes of nodes, owners and networks that let leases go."""
 
+import contextlib
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 from shoal.net.http_client import Refused
 from shoal.net.rate_limit import Buckets, network_prefix
 from shoal.swarm.coordinator.housekeeping import tidy
-from shoal.swarm.coordinator.http.router import MOST_SESSIONS, network_of
+from shoal.swarm.coordinator.http import router
+from shoal.swarm.coordinator.http.router import MOST_ENROLMENTS, MOST_SESSIONS, network_of
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.leases.lifecycle import expire
 from shoal.swarm.coordinator.ledger_replay import replay
@@ -219,8 +222,9 @@ def test_two_coordinators_on_one_database_share_the_accounts(tmp_path: Path, pos
     for turn in range(8):
         node = (here, there)[turn % 2]
         abandon(node, node.lease())
-    assert "8.0 not made up for" in refusal(here.lease).problem.detail
-    assert "8.0 not made up for" in refusal(there.lease).problem.detail
+    for node in (here, there):
+        # Eight, less what has decayed since: on a slow machine a tenth or two. Each has four of its own.
+        assert re.search(r"\b[678]\.\d not made up for", refusal(node.lease).problem.detail)
     there.client.close()
     left.close()
     right.close()
@@ -283,7 +287,11 @@ def test_new_keys_of_one_network_hold_few_leases(roomy: SmallSwarm, monkeypatch:
     assert hoarders[0].lease() == leases[0]  # what it holds is given again
     roomy.node("198.51.101.9").lease()
     hoarders[0].deliver(leases[0])
-    hoarders[4].lease()  # the submitted lease is no longer waited for
+    refused = refusal(hoarders[4].lease)  # the submission may be junk
+    assert "4 leases of new nodes in network 198.51.100.0/24 wait" in refused.problem.detail
+    roomy.claim()
+    roomy.verdict(leases[0])
+    hoarders[4].lease()
 
 
 def test_a_proxy_hides_networks_so_they_have_no_account() -> None:
@@ -372,6 +380,19 @@ def test_a_key_cannot_fill_the_ledger_with_sessions(swarm: SmallSwarm) -> None:
     node.client.call("POST", "/v1/session", OpenSession(software="test"), Session)
 
 
+def test_nodes_behind_a_proxy_cannot_fill_the_ledger_with_keys(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client on this machine can pretend to be a proxy, which hides its network."""
+    monkeypatch.setattr(router, "network_of", lambda scope: "")
+    monkeypatch.setattr(swarm.app._router, "_proxied", Buckets(rate=1.0, burst=5.0))
+    with pytest.raises(Refused) as refused:
+        for _ in range(20):
+            swarm.node()
+    assert refused.value.code == "request.too_many"
+    assert "behind a proxy" in str(refused.value)
+
+
 def test_a_network_cannot_fill_the_ledger_with_keys(
     swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,3 +403,15 @@ def test_a_network_cannot_fill_the_ledger_with_keys(
     assert refused.value.code == "request.too_many"
     assert len(swarm.events("node.enrolled")) <= 8
     swarm.node("203.0.113.7")
+
+
+def test_many_keys_of_one_network_cannot_fill_the_ledger_with_sessions(
+    swarm: SmallSwarm,
+) -> None:
+    keys = [swarm.node("8.8.8.8") for _ in range(8)]
+    for node in keys:
+        with contextlib.suppress(Refused):
+            for _ in range(int(MOST_SESSIONS)):
+                node.client.call("POST", "/v1/session", OpenSession(software="test"), Session)
+    assert len(swarm.events("session.opened")) <= MOST_ENROLMENTS < len(keys) * MOST_SESSIONS
+    swarm.node("9.9.9.9")

@@ -142,6 +142,26 @@ def test_admission_by_stake(tmp_path: Path) -> None:
     swarm.close()
 
 
+def test_one_stake_covers_the_leases_of_all_nodes_of_its_owner(tmp_path: Path) -> None:
+    """Otherwise one stake would pay for any number of lies at once, because it is taken only when they are found."""
+    swarm = open_swarm(tmp_path, admission="stake", stake_per_lease=5)
+    owner = Key.generate()
+    order(swarm, "stake", owner.public, amount=12)
+    nodes = [swarm.stranger() for _ in range(3)]
+    for node in nodes:
+        enter(node, delegation=delegate(owner, node.id, now_s=time.time()))
+    held = [node.lease() for node in nodes[:2]]
+    refused = refusal(nodes[2].lease)
+    assert refused.code == "request.too_early" and "covers 2" in refused.problem.detail
+    assert nodes[0].lease() == held[0]  # what it has, it gets again
+    nodes[0].deliver(held[0])  # a submission that is not checked yet needs its stake too
+    assert refusal(nodes[2].lease).code == "request.too_early"
+    swarm.claim()
+    swarm.verdict(held[0])
+    assert nodes[2].lease().node == nodes[2].id
+    swarm.close()
+
+
 # -- owners -----------------------------------------------------------------------------------------------
 
 
@@ -299,6 +319,16 @@ def test_leaving_and_coming_back(swarm: SmallSwarm) -> None:
     assert (swarm.stats().nodes[0].trust, swarm.stats().nodes[0].accepted) == ("retired", 1)
     node.join()
     assert node.lease().node == node.id
+    replay(swarm.ledger())
+
+
+def test_leaving_does_not_end_a_quarantine_by_the_operator(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    order(swarm, "quarantine", node.id)
+    node.client.call("POST", "/v1/leave", Leave(epoch=node.epoch), Recorded)
+    node.join()
+    assert swarm.stats().nodes[0].trust == "quarantined"
     replay(swarm.ledger())
 
 

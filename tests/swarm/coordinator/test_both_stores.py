@@ -11,7 +11,7 @@ import pytest
 from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
 
 from s3_stores import CREDENTIALS, Store, careless_store, strict_store
-from shoal.net.http_client import SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.object_store import upload_headers
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.context import open_coordinator
@@ -87,6 +87,17 @@ def test_services_read_what_was_submitted(swarm: SmallSwarm) -> None:
     assert refusal(swarm.validator.fetch_object, "0" * 64).code == "request.not_found"
     assert refusal(swarm.validator.fetch_object, "..%2fshoal.db").code == "request.not_found"
     assert refusal(swarm.node().client.fetch_object, sha256).code == "request.not_allowed"
+
+
+def test_an_unreadable_file_is_deleted(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    swarm.work(node, "reject.early_stop")
+    lease = swarm.work(swarm.node(), "reject.malformed_file")
+    sweep_up(swarm)
+    assert objects(swarm) == 1
+    data = f"rollouts of {lease.lease_id}".encode()
+    with pytest.raises((Refused, Unreachable)):
+        swarm.validator.fetch_object(hashlib.sha256(data).hexdigest())
 
 
 def test_a_submission_without_an_upload(swarm: SmallSwarm) -> None:

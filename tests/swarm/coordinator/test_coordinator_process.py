@@ -23,7 +23,7 @@ from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, run_housekeeping
-from shoal.swarm.coordinator.http.server import hold_run_folder, known_authorities, run_coordinator
+from shoal.swarm.coordinator.http.server import Hosting, hold_run_folder, known_authorities, run_pool
 from shoal.swarm.coordinator.leases.issue import check_upload_limit
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
@@ -47,13 +47,13 @@ CHILD = """
 import signal, sys, threading
 from pathlib import Path
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
+from shoal.swarm.coordinator.http.server import Hosting, run_pool
 from shoal.wire.run_spec import RunSpec
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 config, spec, dir, port = sys.argv[1:]
-run_coordinator(CoordinatorConfig.parse(config), RunSpec.parse(spec), Path(dir), "127.0.0.1", int(port), stop,
-                lambda url: print(url, flush=True))
+run = Hosting(config=CoordinatorConfig.parse(config), spec=RunSpec.parse(spec), dir=Path(dir))
+run_pool([run], "127.0.0.1", int(port), stop, lambda url: print(url, flush=True))
 """
 
 
@@ -249,7 +249,7 @@ def test_it_serves_until_it_is_stopped(tmp_path: Path) -> None:
         seen.append(httpx2.get(f"{url}/healthz").status_code)
         stop.set()
 
-    run_coordinator(CONFIG, SPEC, tmp_path, "127.0.0.1", 0, stop, look)
+    run_pool([Hosting(config=CONFIG, spec=SPEC, dir=tmp_path)], "127.0.0.1", 0, stop, look)
     assert seen == [200]
 
 

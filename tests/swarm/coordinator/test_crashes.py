@@ -18,6 +18,7 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest
 from sqlalchemy import select
 
+from forked import in_child
 from ledger_reader import read_ledger
 from relay_reports import delegated_report
 from shoal.net.object_store import LocalStore
@@ -156,24 +157,6 @@ def killing(at: int, when: str) -> Iterator[list[int]]:
         yield count
     finally:
         Database._commit = commit  # type: ignore[method-assign]
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """The status of a forked process that did it: 0, or the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        except BaseException:  # noqa: BLE001 - this process ends here, whatever it is
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def crash_and_go_on(dir: Path, config: Any, at: int, when: str) -> None:

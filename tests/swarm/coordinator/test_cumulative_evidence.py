@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     next_sums,
     scores_of,
 )
-from shoal.wire.codes import CODES, CorruptData
+from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, CorruptData
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled, NodeView, OpenSession, Session
@@ -107,6 +107,18 @@ def test_lies_that_no_single_submission_shows_are_convicted(mean: float, within:
     lives = mean + draw.standard_normal((within, 500))
     convicted = (largest_sums(lives) > THRESHOLDS["draws"]).mean()
     assert convicted > (0.9 if mean < 2 else 0.99)
+
+
+def test_a_node_whose_every_replay_differs_is_convicted_though_few_are_replayed() -> None:
+    """With `--replay 0.1`, nine of ten submissions with old weights are accepted."""
+    sums: Sums = {}
+    for number in range(1, 71):
+        replayed = number % 10 == 0
+        evidence = {"surprise_z": 0.0, "replay": "differs" if replayed else "not drawn"}
+        sums = next_sums(sums, scores_of(UNCERTAIN if replayed else ACCEPTED, evidence), {})
+    assert convicting(sums) == "replays"
+    honest = next_sums({"replays": 0.5}, scores_of(ACCEPTED, {"surprise_z": 0.0, "replay": "equal"}), {})
+    assert honest == {"replays": pytest.approx(0.4)}
 
 
 def test_uncertain_work_convicts_after_seven_in_a_row() -> None:
@@ -209,6 +221,38 @@ def test_steering_within_the_tolerance_is_convicted(swarm: SmallSwarm) -> None:
     swarm.close()
 
 
+def test_keys_that_are_thrown_away_before_they_are_convicted_share_their_evidence(swarm: SmallSwarm) -> None:
+    """Each key delivers less than convicts it. Soon the work of new nodes that is as far off is uncertain, and nobody is blamed."""
+    codes = []
+    for _ in range(8):
+        node = swarm.node()
+        codes += [deliver(swarm, node, STEERED) for _ in range(5)]
+    assert codes[:18] == ["accepted"] * 18 and set(codes[18:]) == {"void.uncertain"}
+    newcomer = swarm.node()
+    assert deliver(swarm, newcomer, HONEST) == "accepted"
+    doubtful = swarm.events("verdict.given")[-2]
+    assert doubtful.body["evidence"]["verdict"] == "accepted" and doubtful.body["rewards"] == []
+    assert "draws: the scores of all new nodes add up" in doubtful.body["detail"]
+    events = swarm.ledger()
+    replayed = replay(events)
+    assert replayed.evidence.baseline == {}, "new nodes do not move the baseline"
+    spared = [
+        event.model_copy(update={"body": event.body | {"code": "accepted"}})
+        if event.seq == doubtful.seq
+        else event
+        for event in events
+    ]
+    with pytest.raises(CorruptData, match=r"is accepted, but the evidence gives void\.uncertain"):
+        replay(spared)
+    assert deliver(swarm, swarm.node(), HONEST | {"z_draws": 2.5}) == "void.uncertain"
+    for _ in range(10):  # honest work of new nodes ends the doubt
+        node = swarm.node()
+        assert {deliver(swarm, node, HONEST) for _ in range(10)} == {"accepted"}
+    assert deliver(swarm, swarm.node(), HONEST | {"z_draws": 2.5}) == "accepted"
+    replay(swarm.ledger())
+    swarm.close()
+
+
 def test_replay_detects_a_conviction_without_evidence_and_evidence_without_conviction(
     swarm: SmallSwarm,
 ) -> None:
@@ -220,7 +264,9 @@ def test_replay_detects_a_conviction_without_evidence_and_evidence_without_convi
         event.model_copy(update={"body": event.body | {"code": "accepted"}}) if event.seq == last else event
         for event in events
     ]
-    with pytest.raises(CorruptData, match="suffices to convict"):
+    with pytest.raises(
+        CorruptData, match=r"is accepted, but the evidence gives reject\.accumulated_evidence"
+    ):
         replay(spared)
     framed = [
         event.model_copy(update={"body": event.body | {"evidence": HONEST}})
@@ -228,16 +274,34 @@ def test_replay_detects_a_conviction_without_evidence_and_evidence_without_convi
         else event
         for event in events
     ]
-    with pytest.raises(CorruptData, match="does not suffice"):
+    with pytest.raises(
+        CorruptData, match=r"is reject\.accumulated_evidence, but the evidence gives accepted"
+    ):
         replay(framed)
     swarm.close()
 
 
 def test_uncertain_work_again_and_again_is_convicted(swarm: SmallSwarm) -> None:
-    node = swarm.node()
-    codes = [deliver(swarm, node, HONEST, "void.uncertain") for _ in range(7)]
+    owner = Key.generate()
+    nodes = [owned_node(swarm, owner) for _ in range(7)]
+    codes = [deliver(swarm, node, HONEST, "void.uncertain") for node in nodes]
     assert codes == ["void.uncertain"] * 6 + [ACCUMULATED]
     replay(swarm.ledger())
+    swarm.close()
+
+
+def test_the_same_uncertain_work_counts_once_for_each_version(swarm: SmallSwarm) -> None:
+    """An honest node gets uncertain work again, because it owes it, and makes the same bits from it while the version is the same."""
+    node = swarm.node()
+    codes = [deliver(swarm, node, HONEST | {"z_draws": 3.9}, "void.uncertain") for _ in range(7)]
+    assert codes == ["void.uncertain"] * 7
+    assert len({event.body["unit"] for event in swarm.events("lease.issued")}) == 1
+    assert replay(swarm.ledger()).evidence.sums[f"node {node.id}"]["uncertain"] == pytest.approx(0.9)
+    assert_ledger_has_the_sums(swarm, [node.id])
+    swarm.announce(1)
+    assert deliver(swarm, node, HONEST, "void.uncertain") == "void.uncertain"
+    assert replay(swarm.ledger()).evidence.sums[f"node {node.id}"]["uncertain"] == pytest.approx(1.8)
+    assert_ledger_has_the_sums(swarm, [node.id])
     swarm.close()
 
 
@@ -266,4 +330,4 @@ def assert_ledger_has_the_sums(swarm: SmallSwarm, nodes: list[str]) -> None:
         for node in nodes:
             row = ACCOUNTS.find(tx.db, f"node {node}")
             assert row is not None
-            assert json.loads(row.evidence or "{}") == replayed.evidence[f"node {node}"]
+            assert json.loads(row.evidence or "{}") == replayed.evidence.sums[f"node {node}"]

@@ -7,6 +7,7 @@ import pytest
 from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.leases.evaluations import cut, is_due
+from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, AskLease, LeaseStatus
@@ -243,3 +244,16 @@ def test_a_node_that_gave_held_out_work_back_gets_none_of_that_version(evaluated
     assert node.lease().purpose == "train"
     other = evaluated.proven_node()
     assert other.lease().chunk == 0
+
+
+def test_a_node_gets_the_same_seed_again_after_a_void_verdict(evaluated: SmallSwarm) -> None:
+    """It could otherwise choose among seeds: submit what is uncertain until it likes the answers."""
+    evaluated.start()
+    node, other = evaluated.proven_node(), evaluated.proven_node()
+    first = evaluated.work(node, "void.uncertain")
+    for code in ("void.infra", "void.uncertain", "accepted"):
+        again = evaluated.work(node, code)
+        assert (again.purpose, again.chunk, again.prompts) == ("eval", first.chunk, first.prompts)
+        assert (again.seed, again.epoch, again.unit) == (first.seed, first.epoch, first.lease_id)
+    assert other.lease().chunk == node.lease().chunk - 1 == 1
+    replay(evaluated.ledger())

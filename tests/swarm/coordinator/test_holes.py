@@ -9,6 +9,7 @@ from sqlalchemy import select, update
 from relay_reports import delegated_report
 from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.leases.issue import groups_in_flight
+from shoal.swarm.coordinator.leases.verdicts import UNRELIABLE_CLAIMS
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.store.schema import leases as lease_table
@@ -49,6 +50,38 @@ def test_idle_keys_cannot_take_work_away_from_proven_nodes(swarm: SmallSwarm) ->
     for _ in range(2):
         swarm.work(worker)  # not a moment's wait
     assert swarm.stats().ready_groups == 6
+
+
+def submit_junk(swarm: SmallSwarm, node: Node) -> list[Lease]:
+    """Lets a node submit junk until it gets no more leases."""
+    submitted: list[Lease] = []
+    while True:
+        try:
+            submitted.append(node.deliver(data=f"junk {len(submitted)}".encode()))
+        except Refused as refused:
+            assert refused.code == "request.too_early"
+            return submitted
+
+
+def test_submitted_junk_of_a_new_key_does_not_keep_out_or_delay_who_does_the_work(swarm: SmallSwarm) -> None:
+    swarm.start()
+    worker = swarm.node()
+    swarm.work(worker)
+    assert len(submit_junk(swarm, swarm.node())) > 3
+    for _ in range(2):
+        swarm.work(worker)  # claims its submission next, before the junk
+
+
+def test_new_nodes_are_checked_while_others_submit_more_than_can_be_checked(swarm: SmallSwarm) -> None:
+    swarm.start()
+    newcomer = swarm.node().deliver()
+    others = []
+    for _ in range(UNRELIABLE_CLAIMS):
+        worker = swarm.node()
+        others.append(worker.deliver())
+        set_node(swarm, worker, accepted=30)
+    claimed = [swarm.claim().lease for _ in range(UNRELIABLE_CLAIMS)]
+    assert claimed == [*others[: UNRELIABLE_CLAIMS - 1], newcomer]
 
 
 def take_all(swarm: SmallSwarm, nodes: list[Node]) -> int:
@@ -119,24 +152,23 @@ def test_a_quarantined_nodes_leases_are_not_counted_on(swarm: SmallSwarm) -> Non
         assert groups_in_flight(db, 0, swarm.clock()) == (0, 2)
 
 
-def test_a_node_that_lets_leases_expire_gets_smaller_leases_later(swarm: SmallSwarm) -> None:
+def test_a_node_that_lets_leases_expire_gets_the_next_later(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"lease_s": 30.0}))
     swarm.start()
     idle = swarm.node()
-    sizes = []
     for _ in range(2):
-        sizes.append(len(idle.lease().prompts))
-        swarm.clock.ahead_s += swarm.config.lease_s + 1
+        swarm.clock.ahead_s += 1 + idle.lease().deadline_s - swarm.clock()
         swarm.tick()
-    assert sizes == [2, 1]
     swarm.relay_up()
     refused = refusal(idle.lease)
     assert refused.code == "request.too_early"
     assert "2 leases in a row ran out in this node's hands" in refused.problem.detail
     assert view_of(swarm, idle).trust == "probation"
-    swarm.clock.ahead_s += 101
+    swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
     swarm.work(idle)  # and one that is answered puts everything right
     assert len(idle.lease().prompts) == 2
+    swarm.close()
 
 
 # -- abandoned seeds --------------------------------------------------------------------------------------
@@ -151,17 +183,31 @@ def test_an_abandoned_seed_is_leased_again(swarm: SmallSwarm) -> None:
         held = node.lease()
         assert held.lease_id != first.lease_id
         assert (held.seed, held.prompts, held.unit) == (first.seed, first.prompts, first.lease_id)
-    # Letting the lease expire has the same effect; only the number of prompts shrinks.
+    # Letting the lease expire has the same effect: no prompt is left out, but a node that is too slow has twice the time.
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
-    shrunk = node.lease()
-    assert (shrunk.unit, shrunk.seed, shrunk.prompts) == (first.lease_id, first.seed, first.prompts[:1])
+    again = node.lease()
+    assert (again.unit, again.seed, again.prompts) == (first.lease_id, first.seed, first.prompts)
+    assert again.deadline_s - again.issued_at_s == 2 * swarm.config.lease_s
     # After it is delivered the next lease is new work.
-    node.deliver(shrunk)
+    node.deliver(again)
     swarm.claim()
-    swarm.verdict(shrunk)
+    swarm.verdict(again)
     assert node.lease().unit is None
-    assert replay(swarm.ledger()).leases[shrunk.lease_id].unit == first.lease_id
+    assert replay(swarm.ledger()).leases[again.lease_id].unit == first.lease_id
+
+
+def test_work_that_is_owed_is_leased_whole_though_less_is_needed(tmp_path: Path) -> None:
+    """Otherwise a node that gives a lease back and asks again at the right time would drop the prompts that it does not like."""
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"prompts_per_lease": 3}))
+    swarm.start()
+    node, other = swarm.proven_node(), swarm.proven_node()
+    first = node.lease()
+    abandon(node, first)
+    for _ in range(2):
+        swarm.work(other)  # 6 of 8 groups that the trainer can use
+    assert node.lease().prompts == first.prompts
+    swarm.close()
 
 
 def test_a_node_with_two_leases_owes_both(tmp_path: Path) -> None:

@@ -38,14 +38,50 @@ def test_it_is_given_to_another_validator_first(swarm: SmallSwarm) -> None:
     assert (claim.lease, claim.lapses) == (lease, 1)
 
 
-def test_a_validator_that_is_alone_gets_it_again_later(swarm: SmallSwarm) -> None:
+def test_a_validator_that_is_alone_never_gets_it_again(swarm: SmallSwarm) -> None:
     swarm.start()
-    lease = swarm.node().deliver()
+    node = swarm.node()
+    lease = node.deliver()
     claim_as(swarm, "alone")
     lapse(swarm)
     assert refusal(claim_as, swarm, "alone").code == "request.too_early"
-    swarm.clock.ahead_s += CONFIG.claim_s + 1
-    assert claim_as(swarm, "alone").lease == lease
+    assert node.status(lease).state == "submitted", "another validator may still come"
+    lapse(swarm)
+    assert refusal(claim_as, swarm, "alone").code == "request.too_early"
+    assert node.status(lease).code == "void.unchecked"
+
+
+def test_a_validator_that_is_alone_checks_all_others_meanwhile(swarm: SmallSwarm) -> None:
+    swarm.start()
+    slow, other = swarm.node(), swarm.node()
+    lease = slow.deliver()
+    claim_as(swarm, "alone")
+    lapse(swarm)
+    quick = other.deliver()
+    lapse(swarm)
+    assert slow.status(lease).state == "submitted", (
+        "another submission waits, so another validator may only be busy"
+    )
+    assert claim_as(swarm, "alone").lease == quick
+    assert refusal(claim_as, swarm, "alone").code == "request.too_early"
+    swarm.tick()
+    assert slow.status(lease).code == "void.unchecked", "nobody else checks anything"
+
+
+def test_it_waits_for_a_validator_that_is_busy_but_not_for_ever(swarm: SmallSwarm) -> None:
+    swarm.start()
+    slow, other = swarm.node(), swarm.node()
+    lease = slow.deliver()
+    claim_as(swarm, "a")
+    lapse(swarm)
+    other.deliver()
+    claim_as(swarm, "b")
+    swarm.clock.ahead_s += CONFIG.claim_s - 1
+    swarm.tick()
+    assert slow.status(lease).state == "submitted"
+    swarm.clock.ahead_s += CONFIG.lease_s
+    swarm.tick()
+    assert slow.status(lease).code == "void.unchecked"
 
 
 def test_it_goes_behind_the_others(swarm: SmallSwarm) -> None:

@@ -2,16 +2,19 @@
 
 import hashlib
 import time
+from pathlib import Path
 
 import pytest
-from small_swarm import SmallSwarm, refusal
+from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
+from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState, next_state
 from shoal.tasks import make_task
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.run_spec import AdmittedWeights
 from shoal.wire.seeded_draw import problem_seeds
 
 
@@ -44,6 +47,29 @@ def test_the_whole_life(swarm: SmallSwarm) -> None:
     assert (status.state, status.code, status.credit) == ("accepted", "accepted", 3 * lease.num_rows)
     assert swarm.stats().nodes[0].credit == 3 * lease.num_rows
     verify_chain(swarm.ledger())
+
+
+def test_rounded_weights_earn_the_share_that_the_terms_set(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"admitted_weights": AdmittedWeights(int8=0.25)})
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"credit_factor": 2.0}), spec)
+    swarm.start()
+    node = swarm.node()
+    lease = node.deliver()
+    swarm.claim()
+    refused = refusal(swarm.verdict, lease, evidence={"weights": "fp8"})
+    assert refused.code == "request.malformed" and "'fp8' were accepted" in str(refused)
+    assert swarm.verdict(lease, evidence={"weights": "int8"}).credit == int(3 * lease.num_rows * 0.5)
+    exact = node.deliver()
+    swarm.claim()
+    assert swarm.verdict(exact).credit == 6 * exact.num_rows
+    events = swarm.ledger()
+    assert replay(events).nodes[node.id].credit == swarm.stats().nodes[0].credit
+    # An auditor finds credit that the share does not explain.
+    [given] = [event for event in events if event.body.get("evidence", {}).get("weights")]
+    events[given.seq - 1] = given.model_copy(update={"body": given.body | {"evidence": {}}})
+    with pytest.raises(CorruptData, match="its tokens give"):
+        replay(events)
+    swarm.close()
 
 
 def test_prompts_follow_from_the_seed(swarm: SmallSwarm) -> None:

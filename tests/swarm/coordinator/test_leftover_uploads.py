@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import select
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ import small_swarm
 from small_swarm import Node, SmallSwarm, refusal
 
 from shoal.net.object_store import LocalStore
-from shoal.swarm.coordinator.leases.uploads import find_expected, mark_stored
+from shoal.swarm.coordinator.housekeeping import tidy
+from shoal.swarm.coordinator.http.upload_receiver import UPLOADS_AT_ONCE
+from shoal.swarm.coordinator.leases.lifecycle import REJECTED_KEPT_S
+from shoal.swarm.coordinator.leases.uploads import find_expected, find_submitted, mark_stored
+from shoal.swarm.coordinator.leases.verdicts import stored_claim
+from shoal.swarm.coordinator.membership.revocation import decide
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
-from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.messages import Abandon, Appeal, Claim, LeaseStatus, Recorded
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +125,77 @@ def test_an_upload_that_drips_on_ends_with_its_lease(swarm: SmallSwarm) -> None:
     assert stored_files(swarm) == []
 
 
+@pytest.mark.on_socket
+def test_one_lease_has_few_uploads_in_progress_however_many_it_declares(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    address = ("127.0.0.1", int(swarm.authority.split(":")[1]))
+    body = b"x" * (lease.max_bytes - 1)  # never complete
+    with ExitStack() as stack:
+        waiting = set()
+        for number in range(8):
+            path = node.ask_upload(lease, bytes([number]) * lease.max_bytes).path
+            raw = stack.enter_context(socket.create_connection(address, timeout=20))
+            waiting.add(raw)
+            head = (
+                f"PUT {path} HTTP/1.1\r\nHost: {swarm.authority}\r\nContent-Length: {lease.max_bytes}\r\n\r\n"
+            )
+            raw.sendall(head.encode() + body)
+        # Replaced uploads are answered far sooner than the 30 s that any silence is allowed.
+        while len(waiting) > UPLOADS_AT_ONCE:
+            answered, _, _ = select.select(list(waiting), [], [], 10)
+            assert answered, f"{len(waiting)} uploads of one lease are in progress"
+            waiting -= set(answered)
+        assert len(stored_files(swarm)) <= UPLOADS_AT_ONCE
+
+
 @pytest.mark.parametrize("code", ["void.uncertain", "void.infra", "accepted", "reject.early_stop"])
 def test_files_of_void_submissions_are_deleted(swarm: SmallSwarm, code: str) -> None:
     swarm.start()
     swarm.work(swarm.node(), code)
     assert len(stored_files(swarm)) == (0 if code.startswith("void.") else 1)
+
+
+def audit_refusal(swarm: SmallSwarm, lease: Lease) -> str:
+    refused = refusal(swarm.validator.call, "GET", f"/v1/checks/{lease.lease_id}", None, Claim)
+    assert refused.code == "request.not_found"
+    return refused.problem.detail
+
+
+@pytest.mark.parametrize("code", ["reject.malformed_file", "reject.oversized_table"])
+def test_unreadable_files_are_deleted_at_once(swarm: SmallSwarm, code: str) -> None:
+    swarm.start()
+    nodes = [swarm.node() for _ in range(2)]
+    leases = [node.deliver(data=b"the same junk") for node in nodes]
+    for lease, files in zip(leases, (1, 0), strict=True):
+        swarm.claim()
+        swarm.verdict(lease, code)
+        assert len(stored_files(swarm)) == files
+        assert audit_refusal(swarm, lease).endswith(f"was rejected ({code}) and is deleted")
+    # A node whose receipt was lost still gets it.
+    assert nodes[0].submit(leases[0], b"the same junk").body.lease_id == leases[0].lease_id
+
+
+def test_rejected_files_are_kept_for_an_appeal(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node, other = swarm.node(), swarm.node()
+    appealed, silent = swarm.work(node, "reject.early_stop"), swarm.work(other, "reject.early_stop")
+    path = f"/v1/leases/{appealed.lease_id}/appeal"
+    node.client.call("POST", path, Appeal(text="it did not stop early"), Recorded)
+    tidy(swarm.coordinator)
+    assert len(stored_files(swarm)) == 2
+    swarm.clock.ahead_s += REJECTED_KEPT_S + 1
+    tidy(swarm.coordinator)
+    assert len(stored_files(swarm)) == 1
+    with swarm.coordinator.database.read() as db:
+        assert stored_claim(db, appealed.lease_id).lease == appealed
+        with pytest.raises(Rejected, match=r"was rejected \(reject.early_stop\) and is deleted"):
+            stored_claim(db, silent.lease_id)
+    with swarm.coordinator.transaction() as tx:
+        decide(tx, swarm.coordinator, appealed.lease_id, upheld=False, reason="it did")
+    tidy(swarm.coordinator)
+    assert stored_files(swarm) == []
 
 
 def test_junk_submitted_as_stale_work_is_deleted(swarm: SmallSwarm) -> None:
@@ -157,3 +230,21 @@ def test_a_long_reason_for_giving_a_lease_back_is_refused(swarm: SmallSwarm) -> 
     refused = refusal(node.client.call, "POST", f"/v1/leases/{lease.lease_id}/abandon", long, LeaseStatus)
     assert refused.code == "request.malformed"
     assert node.status(lease).state == "issued"
+
+
+def test_bytes_are_read_where_an_accepted_lease_stored_them(swarm: SmallSwarm) -> None:
+    """An object store has each upload under a name of its own, and deletes those of void leases.
+
+    A node could otherwise submit its own good file under a lease that ends void, and then under the right one: the trainer would ask
+    for the deleted copy for ever.
+    """
+    swarm.start()
+    first, second = swarm.node(), swarm.node()
+    data = b"the same bytes"
+    lost, kept = first.deliver(data=data), second.deliver(data=data)
+    swarm.claim()
+    swarm.verdict(lost, "void.infra")
+    swarm.claim()
+    with swarm.coordinator.database.read() as db:
+        found = find_submitted(db, hashlib.sha256(data).hexdigest())
+    assert found is not None and found.lease_id == kept.lease_id

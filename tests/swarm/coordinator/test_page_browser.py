@@ -1,6 +1,7 @@
 """The page in a real Chromium, on a coordinator whose every event the test decides."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def points(page: Any, count: int) -> None:
     page.wait_for_selector(f'#curve .smooth[data-points="{count}"]', state="attached")
 
 
-def test_the_curve_moves_by_itself(swarm: SmallSwarm, page: Any) -> None:
+def test_the_curve_moves_by_itself(swarm: SmallSwarm, page: Any, tmp_path: Path) -> None:
     swarm.start()
     node = swarm.node()
     step(swarm, node, 1)
@@ -59,6 +60,18 @@ def test_the_curve_moves_by_itself(swarm: SmallSwarm, page: Any) -> None:
     assert page.inner_text("#figures >> text=2 / 4") == "2 / 4"
     assert page.get_attribute("#link", "data-state") == "live"
     assert page.locator("#timeline .bar.train").count() == 2
+    words = page.inner_text("#tokens-words")
+    generated, checked, trained = (
+        int(re.findall(rf"([\d,]+) {word}", words)[0].replace(",", ""))
+        for word in ("generated", "checked", "trained on")
+    )
+    # small_swarm's reports say 4 forward passes for a trained token.
+    assert f"training : inference = 1 : {(generated + checked) / (4 * trained):.2f}" in words
+    out = tmp_path / "report.html"
+    out.write_text(make_report(read_folder(swarm.dir, swarm.config.database)), encoding="utf-8")
+    page.goto(out.as_uri())
+    page.wait_for_selector("#tokens-words >> text=FLOPs")
+    assert page.inner_text("#tokens-words") == words
 
 
 def test_a_refusal_appears_with_its_reason(swarm: SmallSwarm, page: Any) -> None:
@@ -197,6 +210,19 @@ def overflowing(page: Any) -> list[str]:
     return found
 
 
+def colliding(page: Any) -> list[str]:
+    """Returns the words of charts that are drawn over other words of the same chart."""
+    found: list[str] = page.evaluate(
+        """() => [...document.querySelectorAll("svg.plot")].flatMap((chart) => {
+            const words = [...chart.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
+            return words.filter(([text, box], place) => words.slice(0, place).some(([other, before]) =>
+              box.left < before.right - 1 && before.left < box.right - 1 && box.top < before.bottom - 4 && before.top < box.bottom - 4,
+            )).map(([text]) => `${chart.id}: ${text}`);
+          })"""
+    )
+    return found
+
+
 @pytest.mark.parametrize("width", [320, 390, 768, 901, 1400])
 def test_it_fits_its_window_by_day_and_by_night(swarm: SmallSwarm, page: Any, width: int) -> None:
     node = fill_page(swarm)
@@ -216,6 +242,20 @@ def test_it_fits_its_window_by_day_and_by_night(swarm: SmallSwarm, page: Any, wi
     by_day = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     page.emulate_media(color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != by_day
+
+
+@pytest.mark.parametrize("width", [320, 390, 1400])
+def test_the_words_of_charts_do_not_collide(swarm: SmallSwarm, page: Any, width: int) -> None:
+    fill_page(swarm)
+    page.set_viewport_size({"width": width, "height": 700})
+    page.goto(swarm.url)
+    page.wait_for_selector("#samples .answer")
+    for span_s in (3, 9.8, 59, 4000):
+        page.evaluate(
+            "(span_s) => drawTimeline({ ...state, timeline: { ...state.timeline, span_s } })", span_s
+        )
+        assert page.locator("#timeline line.grid").count() > 1
+        assert colliding(page) == [], span_s
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -257,6 +297,15 @@ def test_empty_states_say_something(swarm: SmallSwarm, page: Any) -> None:
         assert page.inner_text(part) == words
     page.goto(swarm.url + "/#rollouts")
     page.wait_for_selector("#rollouts-words >> text=No rollout has been accepted yet.")
+
+
+def test_the_disk_of_the_trainer_is_shown(swarm: SmallSwarm, page: Any) -> None:
+    swarm.start()
+    swarm.fill(swarm.node())
+    swarm.batch(0)
+    swarm.announce(1)
+    page.goto(swarm.url)
+    page.wait_for_selector("#cast-words >> text=The trainer's folder takes 5.0 MB of its disk.")
 
 
 def test_rollouts_are_shown_and_filtered(swarm: SmallSwarm, page: Any) -> None:
@@ -346,6 +395,7 @@ def test_tasks_have_their_own_curves(swarm: SmallSwarm, page: Any, tmp_path: Pat
     assert "held-out, count" in page.inner_text("#curve-legend")
     assert "sort 0.250, count 0.750" in page.inner_text("#figures")
     page.click("#views >> text=Rollouts")
+    page.wait_for_selector("#filters [name=task] option >> nth=2", state="attached")
     assert page.locator("#filters [name=task] option").all_inner_texts() == ["all tasks", "sort", "count"]
 
 

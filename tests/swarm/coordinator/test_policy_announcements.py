@@ -1,5 +1,8 @@
 """Policy versions: announced in order, signed by the run key, with weights that never change."""
 
+import json
+from pathlib import Path
+
 import httpx2
 from small_swarm import SmallSwarm, manifest, refusal, report
 
@@ -7,7 +10,11 @@ from shoal.wire.keys import Key
 from shoal.wire.ledger import Rederived
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded
+from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.record import Sealed, seal
+
+CALIBRATION = Path(__file__).parents[3] / "runs" / "calibration" / "smollm2-135m-bf16-on-cpu.json"
+NOISE = Noise.parse(CALIBRATION.read_bytes()).model_copy(update={"compute_dtype": "float32"})
 
 
 def test_a_version_is_announced_and_served(swarm: SmallSwarm) -> None:
@@ -45,6 +52,29 @@ def test_a_version_made_again_with_other_bits_is_in_the_ledger(swarm: SmallSwarm
         swarm.trainer.call("POST", "/v1/policies", body, Recorded)
     (event,) = swarm.events("policy.rederived")
     assert event.body == {"version": 0, "checkpoint_version": 0, "differing_words": 7}
+
+
+def test_a_calibration_that_was_repeated_is_in_the_ledger_and_judges_from_its_version_on(
+    swarm: SmallSwarm,
+) -> None:
+    swarm.announce(0)
+    later = LaterNoise(from_version=1, moved=0.25, noise=NOISE)
+    first = announcement(seal(manifest(1), swarm.run_key))
+    for wrong in (
+        later.model_copy(update={"from_version": 0}),
+        later.model_copy(update={"noise": NOISE.model_copy(update={"temperature": 0.6})}),
+        later.model_copy(update={"noise": NOISE.model_copy(update={"compute_dtype": "bfloat16"})}),
+    ):
+        body = first.model_copy(update={"noise": wrong})
+        assert refusal(swarm.trainer.call, "POST", "/v1/policies", body, Recorded).code == "request.malformed"
+    for _ in range(2):  # a trainer that was restarted announces it again
+        swarm.trainer.call("POST", "/v1/policies", first.model_copy(update={"noise": later}), Recorded)
+    swarm.announce(2)
+    (event,) = swarm.events("run.calibrated")
+    assert LaterNoise.parse(json.dumps(event.body)) == later
+    swarm.reopen()
+    spec = Info.parse(swarm.public.get("/v1/info").content).spec
+    assert spec.noise_of(0) is None and spec.noise_of(1) == spec.noise_of(2) == NOISE
 
 
 def test_versions_come_in_order_and_end_with_the_last(swarm: SmallSwarm) -> None:

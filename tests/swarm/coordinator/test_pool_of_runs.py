@@ -8,6 +8,7 @@ import httpx2
 import pytest
 from small_swarm import CONFIG, SPEC, Node, refusal, signed_client
 
+from shoal.swarm.coordinator.http import server
 from shoal.swarm.coordinator.http.server import Hosting, run_pool
 from shoal.wire.keys import Key
 from shoal.wire.messages import OpenSession, RunList, Session
@@ -22,7 +23,8 @@ def hosting(dir: Path, spec: RunSpec) -> Hosting:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(server, "CACHE_S", 0.0)
     stop, ready, urls = threading.Event(), threading.Event(), []
 
     def on_ready(url: str) -> None:

@@ -2,19 +2,21 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx2
 import pytest
 from in_process import InProcessTransport
-from small_swarm import SmallSwarm, at_once
+from small_swarm import SPEC, SmallSwarm, at_once
 
 from shoal.net.http_server import Server, listen
-from shoal.swarm.coordinator.http import server
+from shoal.swarm.coordinator.http import live_page, server
 from shoal.swarm.coordinator.http.server import LEDGER_PAGES, RunApp, RunPool
 from shoal.swarm.coordinator.store import ledger_chain
-from shoal.swarm.coordinator.views import stats
-from shoal.wire.messages import ProblemDetails, Stats
+from shoal.swarm.coordinator.views import page_snapshot, stats
+from shoal.wire.messages import ProblemDetails, RunList, Stats, StepReport
 
 
 @pytest.fixture
@@ -46,6 +48,39 @@ def test_a_costly_answer_is_computed_once_in_a_while(
     assert len(computed) == 2
 
 
+def test_a_part_of_the_curve_is_computed_once_for_all_viewers(
+    swarm: SmallSwarm, public: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, compute = [], page_snapshot.make_curve
+
+    def counted(steps: list[StepReport]) -> Any:
+        computed.append(1)
+        return compute(steps)
+
+    swarm.start()
+    public.get("/v1/page")
+    monkeypatch.setattr(live_page, "make_curve", counted)
+    monkeypatch.setattr(live_page.Feed, "_refresh", AsyncMock())  # no next snapshot during this test
+    for _ in range(5):
+        assert public.get("/v1/curve?first=1&last=9").status_code == 200
+    assert len(computed) == 1
+    public.get("/v1/curve?first=2&last=9")
+    assert len(computed) == 2
+
+
+def test_one_address_may_ask_for_the_runs_of_a_pool_only_so_often(
+    swarm: SmallSwarm, slowly: RunApp, tmp_path: Path
+) -> None:
+    other = SmallSwarm(tmp_path / "other", spec=SPEC.model_copy(update={"run": "other"}))
+    pool = RunPool([slowly, other.app])
+    with httpx2.Client(base_url=swarm.url, transport=InProcessTransport(lambda: pool)) as client:
+        answers = [client.get("/v1/runs") for _ in range(20)]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(RunList.parse(answers[0].content).runs) == 2 and refused
+    assert ProblemDetails.parse(refused[0].content).code == "request.too_many"
+    other.close()
+
+
 @pytest.fixture
 def slowly(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> RunApp:
     """Returns an app that lets an address ask once every ten seconds, after one question."""
@@ -61,7 +96,7 @@ def ask(swarm: SmallSwarm, app: RunApp, path: str, addresses: list[str]) -> list
     return codes
 
 
-@pytest.mark.parametrize("path", ["/v1/stats", "/v1/history", "/v1/runs", "/metrics"])
+@pytest.mark.parametrize("path", ["/v1/stats", "/v1/history", "/v1/runs", "/v1/curve", "/metrics"])
 def test_one_address_may_ask_only_so_often(swarm: SmallSwarm, slowly: RunApp, path: str) -> None:
     with httpx2.Client(base_url=swarm.url, transport=InProcessTransport(lambda: slowly)) as client:
         answers = [client.get(path) for _ in range(20)]

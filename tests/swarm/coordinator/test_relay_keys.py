@@ -95,6 +95,26 @@ def test_a_delegation_ends(swarm: SmallSwarm) -> None:
         relays.report(tx, swarm.coordinator, told)
 
 
+def test_a_relay_gets_no_tickets_after_its_delegation_ended(swarm: SmallSwarm) -> None:
+    relay = OneRelay(swarm, HONEST)
+
+    def ask_ticket() -> str:
+        return relay.client.call("POST", "/v1/tickets", None, Sealed[Ticket]).body.holder
+
+    def report(*, days: float) -> HeartbeatReply:
+        delegation = delegate_relay(relay.operator, relay.key.public, HONEST, now_s=swarm.clock(), days=days)
+        told = RelayReport(url=HONEST, versions=(), delegation=delegation)
+        return relay.client.call("POST", "/v1/relays", told, HeartbeatReply)
+
+    report(days=10 / 86400)
+    assert ask_ticket() == relay.key.public
+    swarm.clock.ahead_s += 8 * swarm.config.heartbeat_s + 1
+    refused = refusal(ask_ticket)
+    assert refused.code == "request.revoked" and "valid delegation" in refused.problem.detail
+    report(days=1)
+    assert ask_ticket() == relay.key.public
+
+
 def test_a_liar_is_never_the_only_source(swarm: SmallSwarm) -> None:
     swarm.announce(0)
     honest, liar = OneRelay(swarm, HONEST), OneRelay(swarm, LIAR)

@@ -8,6 +8,7 @@ import pytest
 from small_swarm import SmallSwarm
 from test_rollout_texts import work
 
+from shoal.cli.commands.compare import compare_runs, read_run
 from shoal.cli.main import main
 
 
@@ -33,7 +34,8 @@ def test_rollouts_are_printed(trained: SmallSwarm, capsys: pytest.CaptureFixture
     assert "version 0" in shown and "second0" in shown and "expected: right0" in shown
     assert "z_draws 0.50" in shown and "at most 2 proof mismatches" in shown and "second1" not in shown
     assert main(["rollouts", *arguments(trained), "--search", "nowhere"]) == 0
-    assert "no rollouts match" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no rollouts match. The newest one has version 0, task " in said and "loosen the filters" in said
 
 
 def test_rollouts_are_exported(
@@ -64,6 +66,8 @@ def test_runs_are_compared(trained: SmallSwarm, tmp_path: Path, capsys: pytest.C
     assert main(["compare", folder, folder, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "reward, last tenth of steps" in shown and "0.500" in shown
+    figures = {name: value for name, value, _ in compare_runs([read_run(folder)] * 2)}
+    assert figures["clip share, last tenth"] == "0.0000" and figures["KL to version 0, last tenth"] == "-"
     page = out.read_text(encoding="utf-8")
     assert '"compare":[' in page and "<link" not in page.replace('<link rel="icon"', "")
     assert main(["compare", folder, folder, "--json"]) == 0

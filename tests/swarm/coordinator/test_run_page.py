@@ -82,6 +82,13 @@ def test_tokens_are_those_of_the_ledger(swarm: SmallSwarm) -> None:
     assert found.trained + found.dropped + found.unused == found.generated - found.held_out
     assert 0 < found.trained <= found.generated
     assert found.checked <= found.generated
+    assert take(swarm).now.train_passes == 4
+
+
+def test_the_disk_of_the_trainer_is_shown(swarm: SmallSwarm) -> None:
+    swarm.start()
+    step(swarm, swarm.node(), 1)
+    assert take(swarm).now.trainer_disk_bytes == 5_000_000
 
 
 def test_the_last_whole_step_is_shown_however_long_it_is(

@@ -9,7 +9,13 @@ import pytest
 from small_swarm import CONFIG, SPEC, Node, SmallSwarm
 
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.rules.difficulty import MIN_WEIGHT, choose_attempts, next_rate, weight
+from shoal.swarm.coordinator.rules.difficulty import (
+    MIN_WEIGHT,
+    choose_attempts,
+    next_rate,
+    problem_numbers,
+    weight,
+)
 from shoal.tasks import make_task
 from shoal.wire.codes import CorruptData
 from shoal.wire.lease import Lease
@@ -18,9 +24,13 @@ from shoal.wire.page_data import Snapshot
 from shoal.wire.run_spec import EvalSpec, OwnSampling, RunSpec, TaskSpec
 from shoal.wire.seeded_draw import choose_task, problem_seeds
 
+SHIPPED_NOISE = Path(__file__).parents[3] / "runs/calibration/smollm2-135m-bf16-on-cpu.json"
 SORT = TaskSpec(name="sort", options={"length": 4}, weight=3.0)
 ADD = TaskSpec(
-    name="add", label="sums", sampling=OwnSampling(max_new_tokens=5, samples_per_prompt=4), weight=1.0
+    name="add",
+    label="sums",
+    sampling=OwnSampling(temperature=0.6, max_new_tokens=5, samples_per_prompt=4),
+    weight=1.0,
 )
 MIXED = SPEC.model_copy(
     update={
@@ -87,6 +97,7 @@ def test_the_seed_of_a_train_lease_draws_its_task(mixed: SmallSwarm) -> None:
         assert lease.task == spec
         assert lease.sampling.samples_per_prompt == (4 if spec is ADD else 2)
         assert lease.sampling.max_new_tokens == (5 if spec is ADD else 8)
+        assert lease.sampling.temperature == (0.6 if spec is ADD else 1.0)
         seeds = problem_seeds(
             lease.seed, run="small", purpose="train", chunk=0, num_prompts=len(lease.prompts)
         )
@@ -135,7 +146,10 @@ def test_a_batch_and_the_page_have_figures_of_each_task(mixed: SmallSwarm) -> No
     (formed,) = mixed.events("batch.formed")
     assert formed.body["tasks"]["sort"]["groups"] == batch.tasks["sort"].groups
     page = Snapshot.parse(mixed.public.get("/v1/page").raise_for_status().content)
-    assert [(task.label, task.weight) for task in page.terms.tasks] == [("sort", 0.75), ("sums", 0.25)]
+    assert [(task.label, task.weight, task.temperature) for task in page.terms.tasks] == [
+        ("sort", 0.75, 1.0),
+        ("sums", 0.25, 0.6),
+    ]
     assert [(one.label, one.every, one.temperature) for one in page.terms.evals] == [
         ("sort", 4, 1.0),
         ("cold", 2, 0.25),
@@ -193,12 +207,14 @@ def test_two_tasks_with_the_same_name_are_refused() -> None:
         RunSpec.model_validate_json(MIXED.model_copy(update={"evals": twice}).model_dump_json())
 
 
-def test_a_task_of_another_temperature_is_refused() -> None:
-    hot = ADD.model_copy(update={"sampling": OwnSampling(temperature=2.0)})
+def test_a_calibrated_run_has_one_temperature() -> None:
+    noise = json.loads(SHIPPED_NOISE.read_bytes())
+    own = {"compute_dtype": noise["compute_dtype"], "noise": noise, "evals": ()}
+    terms = json.loads(MIXED.model_dump_json()) | own
     with pytest.raises(
-        ValueError, match=r"task 'sums' has temperature 2, .* only an \[\[eval\]\] may have its own"
+        ValueError, match=r"measured at temperature 1, task 'sums' has 0\.6; a calibrated run has one"
     ):
-        RunSpec.model_validate_json(MIXED.model_copy(update={"more_tasks": (hot,)}).model_dump_json())
+        RunSpec.model_validate_json(json.dumps(terms))
 
 
 # -- difficulty sampling ----------------------------------------------------------------------------------
@@ -246,11 +262,30 @@ def test_the_ledger_repeats_every_choice_of_difficulty_sampling(difficult: Small
     for lease in leases:
         assert bodies[lease.lease_id]["attempts"] == list(lease.attempts)
         assert bodies[lease.lease_id]["num_problems"] == difficult.coordinator.num_problems("qa")
-    wrong = [attempt + 1 for attempt in leases[0].attempts]
+    first = bodies[leases[0].lease_id]
+    shifted = ([attempt + by for attempt in leases[0].attempts] for by in range(1, 100))
+    wrong = next(
+        attempts
+        for attempts in shifted
+        if problem_numbers(leases[0].seed, attempts, first["num_problems"]) != first["problems"]
+    )
     with pytest.raises(CorruptData, match="has problems that its seed and attempts do not give"):
         replay(tampered(events, leases[0], attempts=wrong))
     with pytest.raises(CorruptData, match="has problems that its seed and attempts do not give"):
-        replay(tampered(events, leases[0], problems=[0, 0]))
+        replay(tampered(events, leases[0], problems=[number + 1 for number in first["problems"]]))
+    # A coordinator that chooses other attempts, leaves them out, or counts the problems otherwise for one lease.
+    last, size = leases[-1], bodies[leases[-1].lease_id]["num_problems"]
+    others = [attempt + 1 for attempt in last.attempts]
+    numbers = problem_numbers(last.seed, others, size)
+    with pytest.raises(CorruptData, match="the pass rates give"):
+        replay(tampered(events, last, attempts=others, problems=numbers))
+    with pytest.raises(
+        CorruptData, match="has 0 attempts for 2 prompts of task 'qa', whose difficulty is true"
+    ):
+        replay(tampered(events, last, attempts=[], problems=[]))
+    numbers = problem_numbers(last.seed, last.attempts, size - 1)
+    with pytest.raises(CorruptData, match=f"has {size - 1} problems of task 'qa', earlier ones {size}"):
+        replay(tampered(events, last, problems=numbers, num_problems=size - 1))
 
 
 def test_a_node_that_lets_a_lease_go_gets_the_same_problems_again(difficult: SmallSwarm) -> None:

@@ -213,16 +213,20 @@ def test_a_synchronous_swarm_waits_for_the_next_version(tmp_path: Path) -> None:
         swarm.close()
 
 
-def test_work_that_goes_stale_in_the_queue_does_not_stop_its_node(tmp_path: Path) -> None:
-    """The node submitted in time; that no validator came is not its fault. Stale at receipt would be a lost lease."""
+@pytest.mark.parametrize("proven", [True, False])
+def test_work_that_goes_stale_in_the_queue_stops_only_a_new_node(tmp_path: Path, proven: bool) -> None:
+    """The node submitted in time; that no validator came is not its fault. A new key's junk must not be free, though."""
     config = CONFIG.model_copy(update={"groups_per_step": 40})
     swarm = SmallSwarm(tmp_path, config, SPEC.model_copy(update={"max_lag": 1}))
     swarm.start()
-    node = swarm.node()
+    node = swarm.proven_node() if proven else swarm.node()
     delivered = [node.deliver() for _ in range(12)]
     for version in (1, 2):
         swarm.announce(version)
     swarm.tick()
     assert {node.status(lease).code for lease in delivered} == {"void.stale"}
-    assert node.lease().policies[-1].version == 2
+    if proven:
+        assert node.lease().policies[-1].version == 2
+    else:
+        assert "leases of this node that ended without valid work: 12.0" in refusal(node.lease).problem.detail
     swarm.close()

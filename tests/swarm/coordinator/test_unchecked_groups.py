@@ -1,15 +1,20 @@
-"""Nothing unchecked is trained on: groups of spared submissions wait for a full check of their node, and have a bounded share."""
+"""Nothing unchecked is trained on: groups of spared submissions wait for a full check of a node with many behind it, and have a bounded
+share."""
 
-from collections.abc import Iterator
+import math
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, refusal, signed_client, with_signal
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.leases.batches import usable_groups
 from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership.nodes import NODES
+from shoal.swarm.coordinator.rules.trust import checks_before_release, is_usable
 from shoal.swarm.coordinator.store.schema import submissions
 from shoal.wire.codes import CorruptData
 from shoal.wire.keys import Key
@@ -28,21 +33,24 @@ def sparing(tmp_path: Path) -> Iterator[SmallSwarm]:
     swarm.close()
 
 
-def trusted_node(swarm: SmallSwarm) -> Node:
+OFTEN = 0.9
+"""A rate at which every submission that is spared may be used: fewer are spared than `max_unchecked_share` allows."""
+
+
+def trusted_node(swarm: SmallSwarm, streak: int = 1000) -> Node:
+    """Returns a node that has passed so many checks that its spared work may be used."""
     node = swarm.node()
     for _ in range(2):
-        work(swarm, node, "full")
+        work(swarm, node, "full", rate=1.0)
+    with swarm.coordinator.transaction() as tx:
+        tx.update(NODES, node.id, streak=streak)
     return node
 
 
-def work(
-    swarm: SmallSwarm, node: Node, checks: str, code: str = "accepted", rate: float | None = None
-) -> Lease:
+def work(swarm: SmallSwarm, node: Node, checks: str, code: str = "accepted", rate: float = OFTEN) -> Lease:
     """Delivers one lease, sets what was drawn for it, and gives the verdict."""
     lease = node.deliver()
-    drawn: dict[str, object] = {"checks": checks}
-    if rate is not None:
-        drawn["draw_rate"] = rate
+    drawn: dict[str, object] = {"checks": checks, "draw_rate": rate}
     with swarm.coordinator.transaction() as tx:
         tx.write(update(submissions).where(submissions.c.lease_id == lease.lease_id).values(**drawn))
     swarm.claim()
@@ -98,6 +106,50 @@ def test_spared_groups_are_held_until_the_next_full_check_passes(sparing: SmallS
     [event] = sparing.events("group.released")
     assert event.body["group_ids"] == [f"{spared.lease_id}-0", f"{spared.lease_id}-1"]
     replay(sparing.ledger())
+
+
+def test_spared_groups_of_a_node_with_little_checked_work_are_not_used(sparing: SmallSwarm) -> None:
+    """Otherwise a single lie that gets through would be a large share of a short run."""
+    node = trusted_node(sparing, streak=665)
+    work(sparing, node, "rewards")
+    work(sparing, node, "full")  # 666 checks passed, of 666.7
+    assert sparing.stats().groups["held"] == 2
+    work(sparing, node, "full")
+    assert "held" not in sparing.stats().groups
+
+
+def test_checked_groups_without_signal_are_no_record(sparing: SmallSwarm) -> None:
+    node = trusted_node(sparing, streak=800)
+    with sparing.coordinator.transaction() as tx:  # 4 of 4: with a prior of 8 groups two thirds have signal
+        tx.db.exec_driver_sql("UPDATE groups SET state = 'dropped'")
+    work(sparing, node, "rewards")
+    work(sparing, node, "full")
+    assert sparing.stats().groups["held"] == 2
+
+
+def test_the_draw_chooses_which_spared_groups_are_used(sparing: SmallSwarm) -> None:
+    """At a rate of almost 0 almost none are: otherwise a node could have many lies released by one check."""
+    node = trusted_node(sparing)
+    work(sparing, node, "rewards", rate=1e-12)
+    work(sparing, node, "full", rate=1e-12)
+    assert sparing.stats().groups["held"] == 2
+    assert sparing.events("group.released") == []
+
+
+def test_after_one_key_of_an_owner_is_caught_no_other_is_spared(sparing: SmallSwarm) -> None:
+    """An owner that is admitted by its key may enrol any number of nodes."""
+    node, caught, other = (trusted_node(sparing, streak=10**9) for _ in range(3))
+    with sparing.coordinator.transaction() as tx:
+        for one in (node, caught):
+            tx.update(NODES, one.id, owner="ab" * 32)
+        tx.update(NODES, caught.id, rejected=1)
+    rates = {}
+    for one in (node, other):
+        lease = one.deliver()
+        with sparing.coordinator.database.read() as db:
+            found = db.execute(select(submissions).where(submissions.c.lease_id == lease.lease_id)).one()
+        rates[one.id] = (found.draw_rate, found.checks)
+    assert rates == {node.id: (1.0, "full"), other.id: (1e-9, "rewards")}
 
 
 def test_spared_groups_are_withdrawn_if_the_next_full_check_fails(sparing: SmallSwarm) -> None:
@@ -187,6 +239,49 @@ def test_a_batch_waits_for_checked_groups_and_work_for_them_is_leased(sparing: S
 )
 def test_usable_groups(checked: int, unchecked: int, share: float, usable: int) -> None:
     assert usable_groups(checked, unchecked, share) == usable
+
+
+@pytest.mark.parametrize(
+    ("rate", "share", "checks"),
+    [
+        (0.05, 0.25, 667),
+        (0.0, 0.25, 667),
+        (0.9, 0.25, 223),
+        (0.05, 1.0, 38_000),
+        (0.5, 0.0, 0),
+        (0.0, 1.0, None),
+    ],
+)
+def test_checks_before_release(rate: float, share: float, checks: int | None) -> None:
+    needed = checks_before_release(rate, share)
+    assert needed == math.inf if checks is None else math.ceil(needed - 1e-6) == checks
+
+
+def test_lies_that_are_used_are_few_whatever_a_node_does() -> None:
+    """Lies of a node that lies always, rarely, or only right after a check that it saw, until it is caught: 1/3 on average."""
+    rng, rate, share = random.Random(1), 0.05, 0.25
+    for lies_now in (
+        lambda since: True,
+        lambda since: rng.random() < 0.1,
+        lambda since: since == 0,
+    ):
+        used = [_used_before_caught(rng, rate, share, lies_now) for _ in range(4000)]
+        assert sum(used) / len(used) < share / (1 - share) + 0.05
+
+
+def _used_before_caught(
+    rng: random.Random, rate: float, share: float, lies_now: Callable[[int], bool]
+) -> int:
+    used = held = since = 0
+    while True:
+        lie, draw = lies_now(since), rng.random()
+        since += 1
+        if draw >= rate:
+            held += lie and is_usable(draw, rate, share)
+        elif lie:
+            return used
+        else:
+            used, held, since = used + held, 0, 0
 
 
 # -- the ledger -------------------------------------------------------------------------------------------

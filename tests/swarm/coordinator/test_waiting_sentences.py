@@ -55,7 +55,7 @@ GOING = Situation(
         ({"ready_groups": 17}, "the trainer: 16 groups are ready for version 3, not collected yet"),
         (
             {"batch_formed": True, "live_workers": 0},
-            "the trainer: it has the batch of version 3 and has not published version 4",
+            "the trainer: it is training version 4",
         ),
         (
             {"newest_version": 9, "eval_chunks": (3, 4)},
@@ -92,7 +92,7 @@ def test_a_run_from_nothing_to_a_batch(swarm: SmallSwarm) -> None:
     swarm.work(node)
     assert swarm.stats().waiting_for.startswith("the trainer: 4 groups are ready for version 0")
     swarm.batch(0)
-    assert swarm.stats().waiting_for.startswith("the trainer: it has the batch of version 0")
+    assert swarm.stats().waiting_for.startswith("the trainer: it is training version 1")
     swarm.announce(1)
     swarm.clock.ahead_s += 60
     assert swarm.stats().waiting_for == "workers: none live (0 of 1 enrolled)"

@@ -11,7 +11,7 @@ from shoal.model.builtin import create_model
 from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.tasks import make_task
 from shoal.toploc import build_proofs
 from shoal.wire.lease import Lease, PolicyRef

@@ -10,15 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from honest_work import make_spec
+
 from relay_reports import delegated_report
+from running_coordinator import running_coordinator
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
 from shoal.shardcast import RelayServer, VersionStore, publish
+from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.validator.claim_loop import ValidatorConfig
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt
@@ -37,8 +41,9 @@ from shoal.wire.messages import (
     Submit,
     Upload,
 )
+from shoal.wire.proof_noise import LaterNoise
 from shoal.wire.record import Sealed
-from shoal.wire.run_spec import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL, TaskSpec
 
 LOG = Log("test")
 DEADLINE_S = 60.0
@@ -70,13 +75,13 @@ class Swarm:
         for client in self._clients:
             client.close()
 
-    def publish(self, version: int, origin_url: str) -> LoadedPolicy:
+    def publish(self, version: int, origin_url: str, *, noise: LaterNoise | None = None) -> LoadedPolicy:
         folder = self.store.path(version)
         report = StepReport(**(_ZEROS | {"version": version})) if version else None
         create_model("tiny", folder, seed=version)
         manifest = publish(folder, run="small", version=version, key=self.key("run"))
         self.store.adopt(version)
-        told = Announce(manifest=manifest, origin_url=origin_url, report=report)
+        told = Announce(manifest=manifest, origin_url=origin_url, report=report, noise=noise)
         self.client_of(self.key("trainer")).call("POST", "/v1/policies", told, Recorded)
         return LoadedPolicy(version, load_decoder(folder), load_tokenizer(folder))
 
@@ -135,6 +140,19 @@ def in_thread(target: Callable[[threading.Event], T]) -> Iterator["Future[T]"]:
 
 
 @contextmanager
+def running_swarm(folder: Path, task: TaskSpec | None = None) -> Iterator[Swarm]:
+    """Runs a coordinator without work yet, for the small run on its usual task or on `task`."""
+    config = CoordinatorConfig(
+        groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05, try_relays=False
+    )
+    spec = make_spec() if task is None else make_spec(task=task)
+    with running_coordinator(folder, spec, config) as url:
+        swarm = Swarm(folder, url)
+        yield swarm
+        swarm.close()
+
+
+@contextmanager
 def origin_of(swarm: Swarm) -> Iterator[str]:
     server = RelayServer(swarm.store, listen("127.0.0.1", 0))
     server.start()
@@ -143,3 +161,13 @@ def origin_of(swarm: Swarm) -> Iterator[str]:
     finally:
         swarm.store.close()
         server.close()
+
+
+@contextmanager
+def published(swarm: Swarm) -> Iterator[LoadedPolicy]:
+    """Publishes version 0, which an origin serves, and joins as a worker; yields the policy."""
+    with origin_of(swarm) as url:
+        policy = swarm.publish(0, url)
+        swarm.report_relay(url, 0)
+        swarm.join()
+        yield policy

@@ -15,13 +15,16 @@ from shoal.rollout.engine.api import Engine, make_requests, make_table
 from shoal.rollout.engine.selection import AutoEngine, compute_class
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.swarm.validator.fact_checks import units_of
-from shoal.swarm.validator.judge import OpenedSubmission, RefusedWithEvidence, check_by_paths, judge
-from shoal.swarm.validator.recompute import LoadedPolicy, recompute
+from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.path_checks import RefusedWithEvidence, check_by_paths
+from shoal.swarm.validator.prefill import LoadedPolicy, Model
+from shoal.swarm.validator.prefill import prefill as real_prefill
+from shoal.swarm.validator.recompute import recompute
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.proof_noise import Noise, PairNoise
-from shoal.wire.rollouts import RolloutTable, encode
+from shoal.wire.rollouts import Rollout, RolloutTable, encode
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, default_tolerances
 
 pytestmark = pytest.mark.integration
@@ -144,14 +147,66 @@ def test_work_of_an_unknown_class_is_refused_only_if_two_paths_refuse_it(world: 
     assert accepted.code == ACCEPTED and accepted.evidence["pair_measured"] == 0
     # The first path fails for a reason of its own: it has the draws of another lease.
     facts = recompute(table.rows, other, world.policy, control_seed=5)
-    data = encode(table)
-    one = OpenedSubmission(make_claim(lease, data), None, [], table, 0.0)
-    evidence = check_by_paths(one, facts, unknown, world.policy, threading.Event())
+    claim = make_claim(lease, encode(table))
+    evidence = check_by_paths(table, claim, facts, unknown, world.policy, threading.Event())
     assert str(evidence["refused_by_first_path"]).startswith(("reject.", "void."))
     assert str(evidence["checked_by"]).split("/")[1] == "plain"
     with pytest.raises(RefusedWithEvidence):
-        check_by_paths(one, facts, known, world.policy, threading.Event())
-    one.table = wrong  # a lie about the lease: both paths refuse it
+        check_by_paths(table, claim, facts, known, world.policy, threading.Event())
+    # A lie about the lease: both paths refuse it.
     facts = recompute(wrong.rows, lease, world.policy, control_seed=5)
     with pytest.raises(RefusedWithEvidence):
-        check_by_paths(one, facts, unknown, world.policy, threading.Event())
+        check_by_paths(wrong, claim, facts, unknown, world.policy, threading.Event())
+
+
+@pytest.mark.parametrize(("seed", "code"), [(1, "reject.wrong_computation"), (0, "void.uncertain")])
+def test_a_lie_of_an_unknown_class_is_not_void_infra_if_the_second_path_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch, seed: int, code: str
+) -> None:
+    """Declaring a class that nobody knows must not turn a refusal into a fault of the validator, which has no consequence."""
+    lease, other = make_lease(SPEC, number=7), make_lease(SPEC, number=8)
+    make_policy(world.folder.parent, seed=seed, dtype=torch.bfloat16)
+    engine = engine_of("torch")
+    engine.load(world.folder.parent / f"tiny-{seed}", 0)
+    (table,) = work(engine, [lease], "gpu9000/torch/1/bfloat16")
+    # The first path has the draws of another lease, so it refuses honest states as well.
+    facts = recompute(table.rows, other, world.policy, control_seed=5)
+
+    def prefill(model: Model, rows: Sequence[Rollout], *, plain: bool = False) -> list[torch.Tensor]:
+        assert plain, "only the second path is computed here"
+        raise torch.OutOfMemoryError("plain attention needs all scores at once")
+
+    monkeypatch.setattr("shoal.swarm.validator.recompute.prefill", prefill)
+    known = world.spec(*world.classes.values())
+    with pytest.raises(RefusedWithEvidence) as refused:
+        check_by_paths(table, make_claim(lease, encode(table)), facts, known, world.policy, threading.Event())
+    assert refused.value.code == code
+    assert seed or "the second path could not check it: out of memory" in refused.value.detail
+
+
+@pytest.mark.parametrize("wrong_path", [False, True])
+def test_one_row_of_an_unknown_class_refuses_only_by_two_paths(
+    world: World, monkeypatch: pytest.MonkeyPatch, wrong_path: bool
+) -> None:
+    """A first path that computes something else refuses honest work of an unknown class no earlier than it did without screening."""
+    lease = make_lease(SPEC, number=9, prompts=16)
+    other = make_policy(world.folder.parent, seed=1, dtype=torch.bfloat16)
+    engine = engine_of("torch")
+    engine.load(world.folder if wrong_path else world.folder.parent / "tiny-1", 0)
+    (table,) = work(engine, [lease], "gpu9000/torch/1/bfloat16")
+    computed: list[tuple[bool, int]] = []
+
+    def prefill(model: Model, rows: Sequence[Rollout], *, plain: bool = False) -> list[torch.Tensor]:
+        computed.append((plain, len(rows)))
+        return real_prefill(other.decoder if wrong_path and not plain else model, rows, plain=plain)
+
+    monkeypatch.setattr("shoal.swarm.validator.recompute.prefill", prefill)
+    longest = max(table.rows, key=lambda row: len(row.output_tokens))  # one token has no proof
+    monkeypatch.setattr("shoal.swarm.validator.path_checks._draw_row", lambda rows: longest)
+    policy = replace(world.policy, batch_tokens=64)  # so that 64 rows are a large submission
+    found = verdict(table, lease, world.spec(*world.classes.values()), policy)
+    assert computed[:2] == [(False, 1), (True, 1)]
+    if wrong_path:
+        assert found.code == ACCEPTED and "refused_by_first_path" in found.evidence
+    else:
+        assert found.code == "reject.wrong_computation" and len(computed) == 2

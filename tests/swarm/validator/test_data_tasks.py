@@ -2,21 +2,18 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from honest_work import make_spec, make_table
-from loopback import DEADLINE_S, Swarm, in_thread, origin_of
+from honest_work import make_table
+from loopback import Swarm, in_thread, origin_of, running_swarm
 
 from shoal.cli.commands.join import check_file
 from shoal.cli.main import main
 from shoal.net.http_client import Refused
-from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.swarm.validator.claim_loop import run_validator
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Info, Stats
@@ -42,24 +39,8 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def swarm(tmp_path: Path, data: Path) -> Iterator[Swarm]:
     task = TaskSpec(name="gsm8k", options={"path": str(data), "style": "bare"})
-    spec, ready = make_spec(task=task), threading.Event()
-    config = CoordinatorConfig(
-        groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05, try_relays=False
-    )
-    urls: list[str] = []
-
-    def serve(stop: threading.Event) -> None:
-        def on_ready(url: str) -> None:
-            urls.append(url)
-            ready.set()
-
-        run_coordinator(config, spec, tmp_path / "swarm", "127.0.0.1", 0, stop, on_ready)
-
-    with in_thread(serve):
-        assert ready.wait(DEADLINE_S), "the coordinator did not start"
-        swarm = Swarm(tmp_path / "swarm", urls[0])
+    with running_swarm(tmp_path / "swarm", task) as swarm:
         yield swarm
-        swarm.close()
 
 
 def test_the_file_reaches_validators_and_only_them(

@@ -13,7 +13,8 @@ from honest_work import generate, make_claim, make_lease, make_policy, make_spec
 from shoal import toploc
 from shoal.swarm.validator.fact_checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import LoadedPolicy, recompute
+from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.recompute import recompute
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.proof_noise import Noise, Statistic

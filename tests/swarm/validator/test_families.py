@@ -14,10 +14,11 @@ from honest_work import make_claim, make_lease, make_spec
 from shoal.model.builtin import ALPHABET, create_model
 from shoal.model.load_model import load_causal
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
-from shoal.rollout.engine.api import FinishedRow, make_requests, make_table
+from shoal.rollout.adversary.lies import make_behaviour
+from shoal.rollout.engine.api import Behaviour, FinishedRow, make_requests, make_table
 from shoal.rollout.engine.selection import make_engine
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease
@@ -153,12 +154,6 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, marks=marks)
 
 
-@pytest.fixture(scope="module")
-def reader() -> Iterator[TableReader]:
-    with TableReader() as reader:
-        yield reader
-
-
 def publish(name: str, folder: Path, *, seed: int = 3) -> Path:
     """Writes a random model as transformers does, with a tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -176,10 +171,13 @@ def publish(name: str, folder: Path, *, seed: int = 3) -> Path:
     return folder
 
 
-def generate(folder: Path, lease: Lease) -> list[FinishedRow]:
-    engine = make_engine("torch", compute_dtype="float32", proof=lease.proof, max_rows=8, device="cpu")
+def generate(folder: Path, lease: Lease, behaviour: Behaviour | None = None) -> list[FinishedRow]:
+    behaviour = behaviour or Behaviour()
+    engine = behaviour.engine(
+        make_engine("torch", compute_dtype="float32", proof=lease.proof, max_rows=8, device="cpu")
+    )
     engine.load(folder, 0)
-    engine.submit(make_requests(lease, engine.tokenizer))
+    engine.submit(behaviour.requests(make_requests(lease, engine.tokenizer), lease))
     rows: list[FinishedRow] = []
     while engine.has_work:
         rows += engine.step()
@@ -233,3 +231,27 @@ def test_learned_buffers_are_weights(tmp_path: Path) -> None:
         ours = model.logits(model(tokens_BT, torch.arange(12)[None]))
         torch.testing.assert_close(ours, theirs.eval()(tokens_BT).logits, rtol=1e-3, atol=1e-3)
     assert not [one for one in model.state_dict() if one in dict(model.named_buffers())]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        ("gemma2", "wrong-weights"),
+        ("gemma2", "int4-weights"),
+        ("gemma2", "typical-proof"),
+        ("mixtral", "wrong-weights"),
+        ("mixtral", "int4-weights"),
+        ("mixtral", "typical-proof"),
+        ("mixtral", "smaller-model"),
+    ],
+)
+def test_lies_are_told_and_refused_in_families_that_go_through_transformers(
+    name: str, lie: str, tmp_path: Path, reader: TableReader
+) -> None:
+    create_model(str(publish(name, tmp_path / "theirs")), tmp_path / "v0", seed=0)
+    rows = generate(tmp_path / "v0", LEASE, make_behaviour(lie, "http://127.0.0.1:1"))
+    data = encode(make_table(LEASE, 0, rows))
+    policy = LoadedPolicy(0, load_causal(tmp_path / "v0"), load_tokenizer(tmp_path / "v0"))
+    verdict = judge(data, make_claim(LEASE, data), SPEC, policy, reader=reader, control_seed=1)
+    assert verdict.code.startswith("reject."), verdict.detail

@@ -38,7 +38,9 @@ def test_validator_and_eval_agree(thinks: bool, values: list[float]) -> None:
     submission = SimpleNamespace(
         problems=[problem], table=SimpleNamespace(rows=rows), claim=SimpleNamespace(lease=lease)
     )
-    graded = grade(cast(Any, submission), task, tokenizer, limit_s=None, stop=None)
+    policy = cast(Any, SimpleNamespace(tokenizer=tokenizer))
+    graded = grade(cast(Any, submission), task, policy, limit_s=None, stop=None)
     assert [one.value for one in graded] == values
     engine = cast(Any, SimpleNamespace(tokenizer=tokenizer))
-    assert [_graded(engine, task, problem, cast(Any, row), spec).value for row in rows] == values
+    by_eval = _graded(engine, task, [problem] * len(rows), cast(Any, rows), spec)
+    assert [one.value for one in by_eval] == values

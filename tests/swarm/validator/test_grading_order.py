@@ -1,14 +1,13 @@
 """When the validator grades: after the proofs, and under a clock before them."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from honest_work import make_claim, make_lease, make_policy, make_spec, make_table, sharpen
 
 from shoal.swarm.validator import judge as judge_module
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks.grading import pool
 from shoal.tasks.procedural import Sort
@@ -19,12 +18,6 @@ from shoal.wire.rollouts import RolloutTable, encode
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[TableReader]:
-    with TableReader() as reader:
-        yield reader
 
 
 @pytest.fixture(scope="module")

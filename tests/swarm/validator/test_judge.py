@@ -3,8 +3,9 @@
 import base64
 import copy
 import math
+import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from honest_work import (
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import check_forgery
 from shoal.swarm.validator.judge import judge, leased_problems
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, recompute
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.recompute import recompute
 from shoal.swarm.validator.table_reader import TableReader
-from shoal.tasks import Problem, make_task
+from shoal.tasks import Problem, Reward, Split, make_task
+from shoal.tasks.task_errors import UnseededProblem
 from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef, Verdict
@@ -41,12 +44,6 @@ from shoal.wire.transcript import Transcript
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[TableReader]:
-    with TableReader() as reader:
-        yield reader
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +108,25 @@ def test_an_accepted_verdict_has_the_answers_as_text(
         assert sample.logprobs == tuple(round(value, 2) for value in row.logprobs)
     problems = leased_problems(LEASE, SPEC.run, make_task(SPEC.task))
     assert [group.expected for group in groups] == [problem.answer for problem in problems]
+
+
+class Unseeded:
+    """A task whose problems do not depend on their seeds."""
+
+    chat = False
+
+    def problem(self, split: Split, seed: int) -> Problem:
+        return Problem(secrets.token_hex(), "1")
+
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        raise NotImplementedError
+
+
+def test_random_problems_are_told_from_another_release_of_the_task() -> None:
+    with pytest.raises(UnseededProblem, match="must depend on the seed only"):
+        leased_problems(LEASE, SPEC.run, Unseeded())
+    with pytest.raises(CannotCheck, match="gives other prompts"):
+        leased_problems(LEASE, SPEC.run, make_task(TaskSpec(name="count")))
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 12, 40])

@@ -1,6 +1,5 @@
 """Every lie that `shoal worker --lie` can tell, told by the real engine, and the code it is refused with."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from shoal.rollout.adversary.lies import LIES, make_behaviour
 from shoal.rollout.engine.api import Behaviour, Engine, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
@@ -70,12 +69,6 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             copy_all_but_weights(folder / "v0", folder / "v1")
         save_weights(decoder, folder / f"v{version}" / WEIGHTS_FILE)
     return [folder / "v0", folder / "v1"]
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[TableReader]:
-    with TableReader() as reader:
-        yield reader
 
 
 def work(behaviour: Behaviour, engine: Engine, lease: Lease, folder: Path, version: int) -> bytes:

@@ -1,6 +1,9 @@
 """Versions are fetched once, swapped in place, and never believed without their digest."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,12 @@ from honest_work import make_lease, make_spec
 from loopback import LOG, Swarm, origin_of
 from torch import nn
 
+from shoal.background import BackgroundTask
 from shoal.model.load_model import load_decoder
+from shoal.net.waiting import LinkedEvent
 from shoal.swarm.validator import loaded_versions
 from shoal.swarm.validator.loaded_versions import LoadedVersions, fetch_seconds, tokens_that_fit
-from shoal.swarm.validator.recompute import CannotCheck, Model
+from shoal.swarm.validator.prefill import CannotCheck, Model
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, PolicyRef
 
@@ -121,3 +126,38 @@ def test_time_and_batches_follow_from_the_size_of_the_model(
     assert tokens_that_fit(decoder, 700) == 700
     monkeypatch.setattr(loaded_versions, "free_bytes", lambda _: 0)
     assert tokens_that_fit(decoder, 4096) == 512
+
+
+def test_the_newest_version_is_fetched_beside_the_checks(
+    swarm: Swarm, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_versions, "WATCH_S", 0.01)
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    versions.get(0, lease)
+    client = swarm.client_of(swarm.key("validator"))
+    fetching = BackgroundTask("fetch ahead", partial(versions.watch, client))
+    end_s = time.monotonic() + 30
+    while not (swarm.dir / "versions" / "v2").is_dir():
+        assert time.monotonic() < end_s and not fetching.done
+        time.sleep(0.01)
+    client.stop.set()
+    assert fetching.wait(30)
+    fetching.result()
+    nowhere = lease.model_copy(update={"relays": ()})
+    assert same_weights(versions.get(2, nowhere).decoder, load_decoder(swarm.store.path(2)))
+
+
+def test_a_claim_stops_the_fetch_ahead_of_another_version(swarm: Swarm, origin: str) -> None:
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    ahead = loaded_versions._FetchAhead(2, LinkedEvent(threading.Event()))
+    versions._fetch_ahead = ahead
+    versions._fetch_lock.acquire()
+
+    def fetch() -> None:
+        assert ahead.stop.wait(10)
+        versions._fetch_lock.release()
+
+    fetching = BackgroundTask("fetch ahead", fetch)
+    assert versions.get(1, lease).version == 1
+    assert fetching.wait(10) and ahead.stop.is_set()
+    fetching.result()

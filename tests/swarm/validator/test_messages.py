@@ -1,7 +1,6 @@
 """Messages before a prompt, arguments of the chat template, and stop strings: from the lease to the verdict."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest, mak
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.swarm.validator.judge import judge, leased_problems
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import Problem, make_task
 from shoal.tasks.task_errors import TaskError, conversation_before
@@ -37,12 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     create_model("tiny", folder, 0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[TableReader]:
-    with TableReader() as reader:
-        yield reader
 
 
 def make(kind: str, model: Path) -> Engine:

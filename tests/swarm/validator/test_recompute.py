@@ -11,16 +11,8 @@ from honest_work import make_lease, make_policy, make_spec, make_table
 
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.fact_checks import RowFacts
-from shoal.swarm.validator.recompute import (
-    CannotCheck,
-    LoadedPolicy,
-    RowsToCheck,
-    _batches,
-    _Entry,
-    _length,
-    recompute,
-    recompute_many,
-)
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, num_fed
+from shoal.swarm.validator.recompute import RowsToCheck, _batches, _Entry, recompute, recompute_many
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import Sampling
 
@@ -54,8 +46,8 @@ def test_batches_are_of_about_one_size(policy: LoadedPolicy) -> None:
     lease = make_lease(SPEC, prompts=3)
     rows = make_table(lease, policy).rows
     entries = [_Entry(0, place, row, lease) for place, row in enumerate(rows)]
-    total = sum(_length(row) for row in rows)
-    sizes = [sum(_length(entry.row) for entry in batch) for batch in _batches(entries, total - 1)]
+    total = sum(num_fed(row) for row in rows)
+    sizes = [sum(num_fed(entry.row) for entry in batch) for batch in _batches(entries, total - 1)]
     assert len(sizes) == 2
     assert min(sizes) > total / 3
     assert list(_batches([], 64)) == []
@@ -85,8 +77,16 @@ def test_submissions_checked_together_have_the_facts_of_each_alone(
             same(one, other)
 
 
+def cpu_out_of_memory() -> Exception:
+    """Returns what torch raises on a CPU."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    return raised.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("another process took it"), cpu_out_of_memory()])
 def test_rows_that_do_not_fit_together_are_checked_in_smaller_pieces(
-    policy: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+    policy: LoadedPolicy, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     lease = make_lease(SPEC, prompts=3)
     rows = make_table(lease, policy).rows
@@ -96,7 +96,7 @@ def test_rows_that_do_not_fit_together_are_checked_in_smaller_pieces(
     def short_of_memory(policy: LoadedPolicy, batch: list[_Entry], control_seed: int) -> Any:
         sizes.append(len(batch))
         if len(batch) > 2:
-            raise torch.OutOfMemoryError("another process took it")
+            raise error
         return start(policy, batch, control_seed)
 
     monkeypatch.setattr(recomputing, "_start_batch", short_of_memory)
@@ -105,7 +105,7 @@ def test_rows_that_do_not_fit_together_are_checked_in_smaller_pieces(
     assert sizes[0] == len(rows) and min(sizes) <= 2
 
     def never(*_: object) -> Any:
-        raise torch.OutOfMemoryError("another process took it")
+        raise error
 
     monkeypatch.setattr(recomputing, "_start_batch", never)
     with pytest.raises(CannotCheck, match="out of memory for a row of"):

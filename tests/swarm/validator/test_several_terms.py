@@ -8,7 +8,7 @@ from honest_work import make_claim, make_lease, make_policy, make_spec, make_tab
 
 from shoal.model.tokenizer import CharTokenizer
 from shoal.swarm.validator.judge import count_prompts, judge_many, task_of
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, vote_key
 from shoal.wire.codes import ACCEPTED
@@ -39,14 +39,14 @@ def test_rows_of_several_temperatures_share_a_prefill(policy: LoadedPolicy) -> N
     tables[2] = make_table(leases[2].model_copy(update={"sampling": leases[1].sampling}), policy)
     data = [encode(table) for table in tables]
     with TableReader() as reader:
-        found = judge_many(
+        judged = judge_many(
             [(one, make_claim(lease, one)) for one, lease in zip(data, leases, strict=True)],
             SPEC,
             policy,
             reader=reader,
             control_seed=7,
         )
-    verdicts = [one for one in found if isinstance(one, Verdict)]
+        verdicts = [one for one in judged if isinstance(one, Verdict)]
     assert [verdict.code for verdict in verdicts[:2]] == [ACCEPTED, ACCEPTED]
     assert verdicts[2].code.startswith("reject.")
 

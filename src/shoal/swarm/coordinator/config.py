@@ -28,8 +28,9 @@ class CoordinatorConfig(Record):
     """Accepted submissions in a row that end a node's probation."""
     loss_half_life_s: float = Field(default=0.0, ge=0)
     """Seconds in which half of a node's, owner's or network's lost leases is forgotten; 0: 15 times lease_s."""
-    max_open_leases: int = Field(default=2, ge=1)
-    """Most leases that a trusted node may hold; it earns them by streaks. Every other node holds one at a time."""
+    max_open_leases: int = Field(default=3, ge=1)
+    """Most leases that a trusted node may hold; it earns them by streaks. Three: one is uploaded, one generated, one fetched
+    ahead. Every other node holds one at a time."""
     max_prompts_per_lease: int = Field(default=0, ge=0)
     """Most prompts in a lease of a fast node; 0: not more than prompts_per_lease. Leases of slow nodes are smaller."""
     check_rate: float = Field(default=1.0, ge=0, le=1)

@@ -19,7 +19,7 @@ from shoal.swarm.coordinator.rules.backpressure import Backpressure
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
-from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, ledger, policies, run
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, calibrations, ledger, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
 from shoal.tasks import Finite, Task, make_task
 from shoal.tasks.datasets.file_options import with_files_from
@@ -27,6 +27,7 @@ from shoal.tasks.registry import keep_task_files
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key, Role
+from shoal.wire.proof_noise import LaterNoise
 from shoal.wire.run_spec import PROTOCOL, EvalSpec, RunSpec, TaskSpec
 
 DATABASE_FILE = "shoal.db"
@@ -327,6 +328,13 @@ def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
         raise ValueError(
             f"{dir} has published version {newest}, past last_version={spec.last_version}; raise last_version"
         )
+
+
+def spec_now(db: Connection, spec: RunSpec) -> RunSpec:
+    """Returns the run's terms with the calibrations that were repeated."""
+    bodies = db.execute(select(calibrations.c.body).order_by(calibrations.c.from_version)).scalars()
+    later = tuple(LaterNoise.parse(body) for body in bodies)
+    return spec.model_copy(update={"later_noise": later}) if later else spec
 
 
 class RunState(NamedTuple):

@@ -1,5 +1,5 @@
-"""Housekeeping: once a second leases and claims expire and SQLite's log is checkpointed, once a minute nonces and old
-rollouts' texts are deleted."""
+"""Housekeeping: once a second leases and claims expire and SQLite's log is checkpointed, once a minute nonces, rejected files and
+old rollouts' texts are deleted."""
 
 import threading
 import time
@@ -36,6 +36,7 @@ def tidy(coordinator: Coordinator) -> None:
     with coordinator.transaction() as tx:
         prune_nonces(tx)
         lifecycle.end_old_debts(tx, coordinator)
+        lifecycle.delete_rejected(tx, coordinator)
         accounts.forget_networks(tx, coordinator.config.half_life_s())
         transcripts.prune(tx, coordinator.config.rollouts_mb * 1_000_000)
     coordinator.database.truncate_log()

@@ -7,18 +7,19 @@ the draw required but that was not made, or a conviction by accumulated evidence
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from shoal.swarm.coordinator.rules.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
-from shoal.swarm.coordinator.rules.cumulative_evidence import (
-    GIVEN_CODE,
-    Sums,
-    convicting,
-    next_baseline,
-    next_sums,
-    scores_of,
+from shoal.swarm.coordinator.rules.credit import (
+    Balance,
+    Earning,
+    amount,
+    balance,
+    held_since_s,
+    to_revoke,
+    weights_share,
 )
+from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE, NEW_NODE, RunEvidence, scores_of
 from shoal.swarm.coordinator.rules.trust import (
     NodeStanding,
     Trust,
@@ -29,8 +30,8 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.swarm.coordinator.task_choices import ReplayedLease, TaskChoices
-from shoal.wire.codes import ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
+from shoal.swarm.coordinator.task_choices import RecordedDraw, ReplayedLease, TaskChoices
+from shoal.wire.codes import ACCEPTED, ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
@@ -59,15 +60,6 @@ class ReplayedNode:
         return self.returned + sum(earning.amount for earning in self.earnings if not earning.revoked)
 
 
-class RecordedDraw(NamedTuple):
-    """The draw that a verdict claims. It can be checked once the epoch's secret is revealed."""
-
-    lease_id: str
-    epoch: int
-    rate: float
-    checks: str
-
-
 @dataclass
 class ReplayedLedger:
     """The state of a run after the events that were added so far."""
@@ -84,12 +76,22 @@ class ReplayedLedger:
     unchecked_draws: list[RecordedDraw] = field(default_factory=list)
     weights: dict[str, float] = field(default_factory=dict)
     """The weight of each task, by label, as the newest terms say."""
+    by_difficulty: set[str] = field(default_factory=set)
+    """Labels of the tasks with difficulty sampling."""
     choices: TaskChoices = field(default_factory=TaskChoices)
-    baseline: Sums = field(default_factory=dict)
-    evidence: dict[str, Sums] = field(default_factory=dict)
-    """The sums of the cumulative tests of each node and owner, by key."""
+    evidence: RunEvidence = field(default_factory=RunEvidence)
+    uncertain: set[tuple[str, int]] = field(default_factory=set)
+    """Work that was void.uncertain: its unit, and the version that made it."""
     evaluated: set[str] = field(default_factory=set)
     """Labels of the held-out evaluations."""
+    max_new_tokens: dict[str, int] = field(default_factory=dict)
+    """Longest answer of each task and evaluation, by label."""
+    units: dict[str, str] = field(default_factory=dict)
+    """The newest lease of each unit of work."""
+    revoked: dict[str, int] = field(default_factory=dict)
+    """Credit that was revoked for a rejection, by lease."""
+    appeals: dict[str, bool] = field(default_factory=dict)
+    """Whether the appeal against a lease's rejection is decided."""
     seq: int = 0
     time_s: float = 0.0
     last_standing: tuple[str, NodeStanding] | None = None
@@ -129,10 +131,17 @@ class ReplayedLedger:
     def _opened(self, body: dict[str, Any]) -> None:
         self.terms = body.get("terms", {})
         spec = body.get("spec", {})
+        self.admitted_weights = spec.get("admitted_weights", {})
         tasks = [spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", [])
         self.weights = {task.get("label") or task["name"]: task.get("weight", 1.0) for task in tasks}
+        self.by_difficulty = {task.get("label") or task["name"] for task in tasks if task.get("difficulty")}
         evals = [one["task"] for one in spec.get("evals", [])] or tasks
         self.evaluated = {task.get("label") or task["name"] for task in evals}
+        usual = spec.get("sampling", {}).get("max_new_tokens", 0)
+        self.max_new_tokens = {
+            task.get("label") or task["name"]: (task.get("sampling") or {}).get("max_new_tokens") or usual
+            for task in [*evals, *tasks]
+        }
 
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
@@ -145,6 +154,8 @@ class ReplayedLedger:
         self._apply_event(body["node"], TrustEvent.RETURN)
 
     def _committed(self, body: dict[str, Any]) -> None:
+        if body["epoch"] in self.commitments:
+            raise self._corrupt(f"epoch {body['epoch']} is committed a second time")
         self.commitments[body["epoch"]] = body["commitment"]
 
     def _revealed(self, body: dict[str, Any]) -> None:
@@ -161,8 +172,19 @@ class ReplayedLedger:
                 f"a lease is issued to node {body['node'][:16]}, which is {node.standing.trust.value}"
             )
         unit = body.get("unit", body["lease_id"])
-        if unit != body["lease_id"] and self._lease(unit).node != body["node"]:
-            raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
+        if body["epoch"] not in self.commitments or (
+            unit == body["lease_id"] and body["epoch"] in self.secrets
+        ):
+            raise self._corrupt(
+                f"lease {body['lease_id']} is of epoch {body['epoch']}, whose secret is not committed, or known already"
+            )
+        if unit != body["lease_id"]:
+            before = self._lease(self.units.get(unit, unit))
+            if before.node != body["node"]:
+                raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
+            if before.end != "void":
+                raise self._corrupt(f"lease {body['lease_id']} repeats work that is {before.end or 'open'}")
+        self.units[unit] = body["lease_id"]
         lease = self.leases[body["lease_id"]] = ReplayedLease(
             body["node"],
             body["epoch"],
@@ -181,11 +203,23 @@ class ReplayedLedger:
                 raise self._corrupt(
                     f"lease {body['lease_id']} is of task {lease.task!r}, the terms have {sorted(known)}"
                 )
+            by_difficulty = lease.purpose == "train" and lease.task in self.by_difficulty
+            if len(lease.attempts) != (lease.num_prompts if by_difficulty else 0):
+                raise self._corrupt(
+                    f"lease {body['lease_id']} has {len(lease.attempts)} attempts for {lease.num_prompts} prompts of task "
+                    f"{lease.task!r}, whose difficulty is {str(by_difficulty).lower()}"
+                )
             self.choices.add_lease(body["lease_id"], lease, self.weights)
+            lease.max_tokens = lease.num_prompts * lease.samples * self.max_new_tokens.get(lease.task, 0)
 
     def _received(self, body: dict[str, Any]) -> None:
         lease = self._lease(body["lease_id"])
         lease.sha256, lease.received_seq = body["sha256"], self.seq
+        lease.policy_version = body["policy_version"]
+        # Ledgers of release 0.1.0 do not have this term; their rates followed another rule.
+        if "max_unchecked_share" in self.terms:
+            trusted = self._node(lease.node).standing.trust is Trust.TRUSTED
+            lease.least_rate = self.terms["check_rate"] if trusted else 1.0
 
     def _voided(self, body: dict[str, Any]) -> None:
         self._end(body["lease_id"], "void")
@@ -202,6 +236,12 @@ class ReplayedLedger:
         full = body["checks"] == "full"
         lease = self._lease(body["lease_id"])
         lease.checks, lease.draw_rate = body["checks"], drawn["rate"]
+        if lease.sha256 is None:
+            raise self._corrupt(f"lease {body['lease_id']} has a verdict without a submission")
+        if drawn["rate"] < lease.least_rate - 1e-9:
+            raise self._corrupt(
+                f"lease {body['lease_id']} was drawn at a rate of {drawn['rate']:g}, its node's is {lease.least_rate:g}"
+            )
         self.unchecked_draws.append(
             RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
         )
@@ -217,26 +257,38 @@ class ReplayedLedger:
             self._accepted(node, body, full)
 
     def _check_conviction(self, body: dict[str, Any], node: ReplayedNode) -> None:
-        """Adds the scores of a verdict to the evidence, and checks that the node is convicted if and only if they suffice."""
-        code = body["evidence"].get(GIVEN_CODE, body["code"]) if body["code"] == ACCUMULATED else body["code"]
-        scores = scores_of(code, body["evidence"])
-        before, convicted = self.baseline, False
-        self.baseline = next_baseline(before, scores)
-        # The prefixes keep apart a key that is a node and an owner.
-        for key in (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else [])):
-            sums = next_sums(self.evidence.get(key, {}), scores, before)
-            over = convicting(sums) is not None
-            self.evidence[key] = {} if over else sums
-            convicted = convicted or over
-        if convicted != (body["code"] == ACCUMULATED):
-            rest = "suffices to convict its node" if convicted else "does not suffice to convict its node"
-            raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence {rest}")
+        """Adds the scores of a verdict to the evidence, and checks that they give its code."""
+        given = body["evidence"].get(GIVEN_CODE, body["code"])
+        lease = self._lease(body["lease_id"])
+        work = (lease.unit, lease.policy_version)
+        scores = scores_of(given, body["evidence"])
+        is_new = node.accepted < NEW_NODE
+        code = UNCERTAIN if is_new and given == ACCEPTED and self.evidence.doubt(scores) else given
+        # The same work with the same version gives the same bits again, which are no new evidence.
+        if work not in self.uncertain and scores:
+            # The prefixes keep apart a key that is a node and an owner.
+            keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
+            code = ACCUMULATED if self.evidence.add(keys, scores, is_new=is_new) is not None else code
+        if body["code"] == UNCERTAIN:
+            self.uncertain.add(work)
+        if code != body["code"]:
+            raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence gives {code}")
 
     def _accepted(self, node: ReplayedNode, body: dict[str, Any], full: bool) -> None:
-        expected = amount(body["output_tokens"], self.terms["credit_factor"])
+        share = weights_share(body["evidence"], self.admitted_weights)
+        if share is None:
+            raise self._corrupt(
+                f"lease {body['lease_id']} was accepted with weights that the run does not admit"
+            )
+        expected = amount(body["output_tokens"], self.terms["credit_factor"], share)
         if body["credit"] != expected:
             raise self._corrupt(
                 f"lease {body['lease_id']} has credit {body['credit']}, its tokens give {expected}"
+            )
+        lease = self._lease(body["lease_id"])
+        if lease.max_tokens and body["output_tokens"] > lease.max_tokens:
+            raise self._corrupt(
+                f"lease {body['lease_id']} has {body['output_tokens']} tokens, at most {lease.max_tokens} were leased"
             )
         if not full and body["drawn"]["checks"] == "full":
             raise self._corrupt(
@@ -271,9 +323,26 @@ class ReplayedLedger:
         ]
         for lease_id in body["lease_ids"]:
             self._lease(lease_id).end = "revoked"
+        self.revoked[body["because"]] = sum(one.amount for one in node.earnings if one.lease_id in taken)
         self.trained.update(body["group_ids"])  # withdrawn groups must not be trained on later
 
+    def _appealed(self, body: dict[str, Any]) -> None:
+        lease = self._lease(body["lease_id"])
+        if lease.end != "rejected" or lease.node != body["node"] or body["lease_id"] in self.appeals:
+            raise self._corrupt(f"lease {body['lease_id']} is appealed twice, or was not rejected")
+        self.appeals[body["lease_id"]] = False
+
     def _decided(self, body: dict[str, Any]) -> None:
+        if self.appeals.get(body["lease_id"], True) or self._lease(body["lease_id"]).node != body["node"]:
+            raise self._corrupt(
+                f"an appeal against lease {body['lease_id']} is decided twice, or was not filed"
+            )
+        self.appeals[body["lease_id"]] = True
+        most = self.revoked.get(body["lease_id"], 0) if body["upheld"] else 0
+        if body["returned"] != most:
+            raise self._corrupt(
+                f"the appeal against lease {body['lease_id']} returns {body['returned']} of credit, {most} was revoked for it"
+            )
         if body["upheld"]:
             self._node(body["node"]).returned += body["returned"]
             self._apply_event(body["node"], TrustEvent.UPHELD)
@@ -300,6 +369,10 @@ class ReplayedLedger:
             lease = self._lease(group.rpartition("-")[0])
             if group in self.trained or lease.end != "accepted":
                 raise self._corrupt(f"group {group} is trained on twice, or was not accepted")
+            if lease.num_prompts and int(group.rpartition("-")[2]) >= lease.num_prompts:
+                raise self._corrupt(
+                    f"group {group} is trained on, but its lease has {lease.num_prompts} prompts"
+                )
             if lease.checks != "full":
                 unchecked += 1
                 if share is not None and group not in self.released:
@@ -328,9 +401,11 @@ class ReplayedLedger:
 
     def _check_trust(self, key: str, trust: Trust) -> None:
         """Checks that a recorded change of trust follows from the events before it. Leaving needs no other event."""
+        node = self._node(key)
         if trust is Trust.RETIRED:
             self._apply_event(key, TrustEvent.LEAVE)
-        node = self._node(key)
+            if node.standing.trust is Trust.QUARANTINED:  # ledgers of release 0.1.0 have it
+                node.standing = replace(node.standing, trust=trust, since_s=self.time_s)
         if node.standing.trust is not trust:
             raise self._corrupt(
                 f"node {key[:16]} is recorded as {trust.value}, but the events make it {node.standing.trust.value}"
@@ -384,6 +459,7 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "lease.void": ReplayedLedger._voided,
     "verdict.given": ReplayedLedger._judged,
     "credit.revoked": ReplayedLedger._revoked,
+    "appeal.filed": ReplayedLedger._appealed,
     "appeal.decided": ReplayedLedger._decided,
     "group.released": ReplayedLedger._released,
     "group.withdrawn": ReplayedLedger._withdrawn,

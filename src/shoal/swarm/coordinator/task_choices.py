@@ -6,6 +6,7 @@ rewards are kept in their order, and checked after the last event.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.swarm.coordinator.rules.difficulty import choose_attempts, next_rate, problem_numbers
 from shoal.wire.seeded_draw import choose_task
@@ -20,6 +21,7 @@ class ReplayedLease:
     unit: str
     purpose: str = "train"
     received_seq: int = 0
+    policy_version: int = -1
     """Number of the event `submission.received`."""
     end: str | None = None
     """`accepted`, `rejected`, `void` or `revoked`; None while it is open."""
@@ -27,6 +29,10 @@ class ReplayedLease:
     checks: str = "full"
     """The checks that its accepted submission passed."""
     draw_rate: float = 1.0
+    least_rate: float = 0.0
+    """Smallest rate that the draw of its checks may have had."""
+    max_tokens: int = 0
+    """Most output tokens of its rows; 0 if unknown."""
     task: str = ""
     attempts: tuple[int, ...] = ()
     """The attempts of difficulty sampling; empty without it."""
@@ -35,6 +41,15 @@ class ReplayedLease:
     num_prompts: int = 0
     """0 in ledgers that do not have it."""
     samples: int = 0
+
+
+class RecordedDraw(NamedTuple):
+    """The draw that a verdict claims. It can be checked once the epoch's secret is revealed."""
+
+    lease_id: str
+    epoch: int
+    rate: float
+    checks: str
 
 
 @dataclass
@@ -64,8 +79,14 @@ class TaskChoices:
         `seed_of` returns None for a lease whose epoch is not revealed; such a lease is not checked.
         """
         rates: dict[str, dict[int, float]] = {}
+        sizes: dict[str, int] = {}
         for lease_id, rewards in self.order:
             lease = self.leases[lease_id]
+            if lease.attempts and lease.num_problems != sizes.setdefault(lease.task, lease.num_problems):
+                # Another number gives other problems to the same seed.
+                raise ValueError(
+                    f"lease {lease_id} has {lease.num_problems} problems of task {lease.task!r}, earlier ones {sizes[lease.task]}"
+                )
             own = rates.setdefault(lease.task, {})
             if rewards is not None:
                 for index, problem in enumerate(lease.problems):

@@ -1,7 +1,8 @@
 """The validator's process.
 
     claims ──▶ bytes ──▶ policy version ──▶ checks ──▶ verdicts
-      ▲                                                  │
+      ▲                  ▲                               │
+      │                  └ newer ones are fetched ahead, in a thread
       └──────────────────────────────────────────────────┘
 
 It takes several waiting claims at a time; those of one policy version share their prefills.
@@ -14,6 +15,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -21,17 +23,21 @@ from pathlib import Path
 
 import torch
 
+from shoal.background import BackgroundTask
 from shoal.files import write_bytes_atomically
 from shoal.model.load_model import DTYPES, load_causal
 from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
-from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
+from shoal.swarm.validator.answer_judge import load_judge
+from shoal.swarm.validator.decode_replay import DecodeReplay
 from shoal.swarm.validator.judge import judge_many, refuse_claim
 from shoal.swarm.validator.loaded_versions import LEAST_FETCH_S, LoadedVersions, tokens_that_fit
-from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck, Model
+from shoal.swarm.validator.prefill import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck, Model
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, make_task
 from shoal.tasks.datasets.file_options import run_digests, with_files_from
-from shoal.tasks.task_errors import TaskError, print_trace, try_task
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
+from shoal.tasks.task_errors import TaskError, UnseededProblem, print_trace, try_task
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
@@ -39,10 +45,14 @@ from shoal.wire.lease import Verdict
 from shoal.wire.messages import AskClaim, Claim, Info, LeaseStatus
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
+STOP_S = 3.0
+"""Seconds that a validator that ends waits for its fetch ahead to stop."""
 IDLE_S = 10.0
 """Seconds to wait for a claim before asking whether the run is finished."""
 MAX_TOGETHER = 16
 """Most submissions claimed at a time. Each claim has a deadline, so the validator must not hold too many."""
+CLAIM_SHARE = 0.25
+"""Share of a claim's time in which all submissions that are claimed at a time should be checked, by the pace of the last ones."""
 MAX_CRASHES = 2
 """Checks of one submission that may end the process before it is void."""
 MAX_TASK_FAILURES = 2
@@ -98,8 +108,13 @@ class ValidatorConfig:
         return self.batch_tokens or (BATCH_TOKENS if self.device == "cpu" else DEVICE_BATCH_TOKENS)
 
 
-def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> ValidatorExit:
-    """Checks submissions until the run is finished or `stop` is set.
+def run_validator(
+    config: ValidatorConfig,
+    *,
+    stop: threading.Event,
+    make_replay: Callable[[RunSpec], DecodeReplay] | None = None,
+) -> ValidatorExit:
+    """Checks submissions until the run is finished or `stop` is set. `make_replay` returns what decodes a share of them again.
 
     Raises ValueError for an error that the owner must correct, Refused if the coordinator refuses the key, DeadlinePassed if
     it cannot be reached.
@@ -110,9 +125,16 @@ def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> Validato
     client = SignedClient(config.coordinator, Key.load(config.key), log=log, stop=stop)
     try:
         with TableReader() as reader:
-            validator = Validator(config, client, reader, log=log)
+            validator = Validator(config, client, reader, log=log, make_replay=make_replay)
             validator.startup()
-            exit = validator.main_loop()
+            ahead = SignedClient(config.coordinator, Key.load(config.key), log=log, stop=LinkedEvent(stop))
+            fetching = BackgroundTask("fetch ahead", partial(validator.versions.watch, ahead))
+            try:
+                exit = validator.main_loop()
+            finally:
+                ahead.stop.set()
+                if fetching.wait(STOP_S):
+                    ahead.close()
     except Stopped:
         exit = ValidatorExit.STOPPED
     except ReaderFailed as failed:
@@ -161,11 +183,23 @@ class CrashGuard:
 class Validator:
     """Checks one run's submissions: call `startup`, then `main_loop`."""
 
+    versions: LoadedVersions
+
     def __init__(
-        self, config: ValidatorConfig, client: SignedClient, reader: TableReader, *, log: Log
+        self,
+        config: ValidatorConfig,
+        client: SignedClient,
+        reader: TableReader,
+        *,
+        log: Log,
+        make_replay: Callable[[RunSpec], DecodeReplay] | None = None,
     ) -> None:
+        self._make_replay = make_replay
+        self._replay: DecodeReplay | None = None
         self._config, self._client, self._reader, self._log = config, client, reader, log
         self._num_checked = 0
+        self._pace_s = 0.0
+        """Seconds for each of the submissions that were claimed together last."""
         self._num_graded = 0
         self._task_failures = 0
         self._slow_told_s = float("-inf")
@@ -184,9 +218,11 @@ class Validator:
             raise ValueError(
                 f"{config.coordinator} runs under key {self._info.run_key}, expected {config.run_key}; check the URL"
             )
+        if self._make_replay is not None:
+            self._replay = self._make_replay(self._info.spec)
         config.dir.mkdir(parents=True, exist_ok=True)
         self._crash_guard = CrashGuard(config.dir / "checking.json")
-        self._versions = LoadedVersions(
+        self.versions = LoadedVersions(
             config.dir / "policies",
             self._client,
             run_key=self._info.run_key,
@@ -198,8 +234,11 @@ class Validator:
         # Reading a data set takes a while and may fail; later it would use up a claim's deadline.
         try:
             for spec in self._spec_with_files().task_specs():
-                for warning in try_task(make_task(spec)):
+                task = make_task(spec)
+                for warning in try_task(task):
                     self._log.warning(warning)
+                if isinstance(task, JudgedAnswers):
+                    load_judge(task.judge_path, task.judge_dtype, config.device)
         except CannotGrade as error:
             raise ValueError(f"this machine cannot grade the run's answers: {error}") from None
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
@@ -207,8 +246,10 @@ class Validator:
     def main_loop(self) -> ValidatorExit:
         """Claims, checks and delivers until the run is finished. Raises Stopped."""
         while claims := self._next_claims():
-            for claim, verdict in zip(claims, self._check(claims), strict=True):
+            began_s = time.monotonic()
+            for claim, verdict in self._check(claims):
                 self._deliver(claim, verdict)
+            self._pace_s = (time.monotonic() - began_s) / len(claims)
         return ValidatorExit.FINISHED
 
     def _next_claims(self) -> list[Claim]:
@@ -226,13 +267,15 @@ class Validator:
         return []
 
     def _waiting_claims(self, first: Claim) -> list[Claim]:
-        """Returns more claims without waiting, as long as their tokens fit into one prefill with the first."""
+        """Returns more claims without waiting, as long as their tokens fit into one prefill with the first, and not so many that
+        claims would run out if all of them take as long as the last ones."""
         claims: list[Claim] = []
         if first.lapses:
             return []  # it may be the reason why its claim ran out, so nothing else must wait for it
         tokens = _max_tokens(first)
         ask = self._ask.model_copy(update={"fresh": True})
-        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.most_tokens:
+        most = most_together(self._pace_s, first.deadline_s - time.time())
+        while len(claims) + 1 < most and tokens < self._config.most_tokens:
             try:
                 claim = self._client.call("POST", "/v1/checks/claim", ask, Claim)
             except (Refused, Unreachable):
@@ -241,25 +284,22 @@ class Validator:
             tokens += _max_tokens(claim)
         return claims
 
-    def _check(self, claims: list[Claim]) -> list[Verdict]:
-        """Returns a verdict on each claim, in order."""
-        verdicts: dict[str, Verdict] = {}
+    def _check(self, claims: list[Claim]) -> Iterator[tuple[Claim, Verdict]]:
+        """Yields each claim with its verdict as soon as it is given, so that no verdict waits for other submissions."""
         by_version: dict[int, list[tuple[bytes, Claim]]] = {}
         try:
             for claim in claims:
                 found = self._fetch_or_refuse(claim)
                 if isinstance(found, Verdict):
-                    verdicts[claim.lease.lease_id] = found
+                    yield claim, found
                 else:
                     by_version.setdefault(claim.policy_version, []).append((found, claim))
             for submissions in by_version.values():
-                for (_, claim), verdict in zip(submissions, self._judge(submissions), strict=True):
-                    verdicts[claim.lease.lease_id] = verdict
+                yield from self._judge(submissions)
         except Stopped:
             for claim in claims:  # the submissions did not cause this end
                 self._crash_guard.end(claim.lease.lease_id)
             raise
-        return [verdicts[claim.lease.lease_id] for claim in claims]
 
     def _fetch_or_refuse(self, claim: Claim) -> bytes | Verdict:
         """Returns the bytes to judge, or a verdict that needs none."""
@@ -277,42 +317,50 @@ class Validator:
         except (Refused, DeadlinePassed, ValueError) as error:
             return _void(claim, f"the submission's bytes are not available: {error}")
 
-    def _judge(self, submissions: list[tuple[bytes, Claim]]) -> list[Verdict]:
+    def _judge(self, submissions: list[tuple[bytes, Claim]]) -> Iterator[tuple[Claim, Verdict]]:
         """Judges submissions of one policy version together, or one by one if that fails or one may crash the process."""
         if len(submissions) > 1 and any(
             self._crash_guard.is_suspect(claim.lease.lease_id) for _, claim in submissions
         ):
-            return [verdict for one in submissions for verdict in self._judge([one])]
+            for one in submissions:
+                yield from self._judge([one])
+            return
+        waiting = list(submissions)
         _, first = submissions[0]
+        known = self._info.newest_version
+        if known is None or first.policy_version > known:
+            self._info = self._ask_info()  # a new version may have a new calibration
         try:
-            policy = self._versions.get(first.policy_version, first.lease, first.relays, first.origin)
-            found = judge_many(
+            policy = self.versions.get(first.policy_version, first.lease, first.relays, first.origin)
+            for found in judge_many(
                 submissions,
                 self._spec_with_files(),
                 replace(policy, batch_tokens=self._config.tokens_at_once(policy.decoder)),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,
-            )
+                replay=self._replay,
+            ):
+                _, claim = waiting.pop(0)
+                yield claim, found if isinstance(found, Verdict) else _void(claim, str(found))
         except (CannotCheck, TaskError) as error:
             if len(submissions) > 1:
-                return [verdict for one in submissions for verdict in self._judge([one])]
+                for one in waiting:
+                    yield from self._judge([one])
+                return
             if isinstance(error, TaskError):
                 self._note_task_error(error)
-            return [_void(first, str(error))]
-        return [
-            one if isinstance(one, Verdict) else _void(claim, str(one))
-            for one, (_, claim) in zip(found, submissions, strict=True)
-        ]
+            yield first, _void(first, str(error))
 
     def _note_task_error(self, error: TaskError) -> None:
-        """Logs a failure of the task's code. Raises it if the task has never graded a submission here.
+        """Logs a failure of the task's code. Raises it if the task has never graded a submission here, or if problems are random.
 
-        After that it may be one answer that the code does not expect, and a worker must not be able to end the validator.
+        Otherwise it may be one answer that the code does not expect, and a worker must not be able to end the validator.
         """
         print_trace(error.trace)
         self._task_failures += 1
-        if not self._num_graded and self._task_failures >= MAX_TASK_FAILURES:
+        never_graded = not self._num_graded and self._task_failures >= MAX_TASK_FAILURES
+        if never_graded or isinstance(error, UnseededProblem):
             raise error
         self._log.error(str(error))
 
@@ -379,6 +427,13 @@ class Validator:
             Info,
             deadline_s=self._config.deadline_s,
         )
+
+
+def most_together(pace_s: float, claim_s: float) -> int:
+    """Returns how many submissions to claim at a time if each takes `pace_s` and a claim runs out after `claim_s`."""
+    if pace_s * MAX_TOGETHER <= CLAIM_SHARE * claim_s:
+        return MAX_TOGETHER
+    return max(1, int(CLAIM_SHARE * claim_s / pace_s))
 
 
 def _max_tokens(claim: Claim) -> int:

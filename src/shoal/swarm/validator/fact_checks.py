@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from shoal.swarm.validator.format_checks import where
 from shoal.toploc import Score, SegmentCheck, TokenBlock, judges_alone, noise_scores
+from shoal.toploc.segment_rules import HALF, forgery, tolerance_factor, wrong_computation, wrong_points
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Finish, Rollout
@@ -76,6 +77,20 @@ def check_facts(
     check_uncertain(rows, facts, tolerances, scores)
 
 
+def check_one_row(row: Rollout, fact: RowFacts, tolerances: Tolerances, noise: Noise | None) -> None:
+    """Refuses a row for what is certain to refuse its submission whatever the other rows are: a proof that was made up, or of which
+    more than half of the exponents differ. Statistics over all rows and all else are left to `check_facts`.
+    """
+    _check_made_up([row], [fact], tolerances)
+    if not is_beyond_rounding([fact]):
+        return
+    try:
+        check_computation([row], [fact], tolerances, noise)
+    except Rejected:
+        check_forgery([row], [fact], tolerances)  # a random proof of honest tokens has a code of its own
+        raise
+
+
 def score_facts(rows: Sequence[Rollout], facts: Sequence[RowFacts], noise: Noise | None) -> list[Score]:
     """Returns the scores of a submission by a calibration; none without a calibration."""
     if noise is None:
@@ -108,27 +123,13 @@ def units_of(row: Rollout, fact: RowFacts) -> list[SegmentCheck | TokenBlock]:
 
 # -- 1 forged proof -----------------------------------------------------------------------------------------
 
-MIN_CONTROLS = 32
-"""Fewest control points that can decide."""
-MIN_SPREAD = 8
-"""Control points decide only in a segment that has this many times more values than its proof commits to."""
 NOWHERE = 0.9
 """Share of mismatching exponents, over all segments, from which a proof matches nowhere. Random proofs reach 0.996."""
 
 
 def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
     """Refuses polynomials that were made up: constants, ones that match control points, and ones that match nothing."""
-    for row, fact in zip(rows, facts, strict=True):
-        for number, segment in enumerate(fact.segments):
-            if segment.constant:
-                raise Rejected("reject.forged_proof", f"{where(row)}: proof {number} is one constant")
-            allowed = allowed_hits(segment, tolerances)
-            if segment.control_hits > allowed:
-                raise Rejected(
-                    "reject.forged_proof",
-                    f"{where(row)}: proof {number} matches {segment.control_hits} of {segment.num_controls} control points "
-                    f"that no proof commits to, at most {allowed:.0f}",
-                )
+    _check_made_up(rows, facts, tolerances)
     mismatches, points = _mismatches(facts)
     if points and mismatches > NOWHERE * points and _draws_match(facts, tolerances):
         raise Rejected(
@@ -138,13 +139,11 @@ def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances
         )
 
 
-def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
-    """Returns how many control points a proof of any states may match, whether or not they are the right states."""
-    if segment.num_controls < MIN_CONTROLS or segment.num_values < MIN_SPREAD * segment.num_points:
-        return math.inf
-    # Another model's proof commits to other points, so also to some control points. That is no forgery.
-    others = segment.num_controls * segment.num_points / segment.num_values
-    return tolerances.control_hits * segment.num_controls / 128 + 3 * others
+def _check_made_up(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
+    for row, fact in zip(rows, facts, strict=True):
+        for number, segment in enumerate(fact.segments):
+            if (problem := forgery(segment, tolerances)) is not None:
+                raise Rejected("reject.forged_proof", f"{where(row)}, proof {number}: {problem}")
 
 
 # -- 2 early stop -------------------------------------------------------------------------------------------
@@ -182,14 +181,6 @@ def find_early_stop(
 
 # -- 3 wrong computation ------------------------------------------------------------------------------------
 
-FEW_VALUES = 9.0
-"""Widens the tolerances of a segment by this times K over its number of values: 3 times for one state of 576 values, 1.06 times
-for 32 of them. With equal tolerances for all segments, 46 of 21,504 honest submissions in bfloat16 were refused
-(bench/log/2026-11-toploc-h200-lies.md)."""
-HALF = 0.5
-"""Share of a segment's points with a wrong exponent or sign from which it is refused, whatever a calibration says: a calibration
-divides its rate of false alarms among all segments, so in a submission of thousands no single segment is ever certain. The worst
-of 335,213 honest segments in bfloat16 had 25 of 128 wrong, the worst with more than one state 20."""
 PUBLISHED = 38 / 128
 """The published rule: no segment with a larger share of wrong points is accepted."""
 
@@ -200,45 +191,19 @@ def check_computation(
     """Refuses segments beyond the tolerances, or, of a size that the calibration knows, with half of their points wrong."""
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
-            known = judges_alone(noise, "mismatches", segment.num_values)
-            problem = _half_wrong(segment, tolerances) if known else _beyond_tolerance(segment, tolerances)
-            if problem is not None:
+            if (problem := wrong_computation(segment, tolerances, noise)) is not None:
                 mismatches, points = _mismatches(facts)
                 raise Rejected(
                     "reject.wrong_computation",
                     f"{where(row)}, proof {number}: {problem}; "
-                    f"over all rows {mismatches} of {points} exponents differ",
+                    f"over all rows that were computed {mismatches} of {points} exponents differ",
                 )
 
 
-def _beyond_tolerance(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
-    """Returns the first statistic beyond its tolerance, in words."""
-    slack, wrong = _slack(segment), _wrong_points(segment)
-    if wrong > (allowed := slack * tolerances.exponent_mismatches):
-        return f"{wrong} of its exponents or signs differ, at most {allowed:.0f}"
-    if segment.mantissa_mean > (allowed := slack * tolerances.mantissa_mean):
-        return f"mantissas are off by {segment.mantissa_mean:.3g} on average, at most {allowed:.3g}"
-    if segment.mantissa_median > (allowed := slack * tolerances.mantissa_median):
-        return f"half the mantissas are off by {segment.mantissa_median:g}, at most {allowed:.3g}"
-    return None
-
-
-def _half_wrong(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
-    """Returns in words that more than half of the points are wrong."""
-    wrong = _wrong_points(segment)
-    if wrong > (allowed := max(HALF * segment.num_points, _slack(segment) * tolerances.exponent_mismatches)):
-        return f"{wrong} of its exponents or signs differ, at most {allowed:.0f}"
-    return None
-
-
-def _slack(segment: SegmentCheck) -> float:
-    """Returns the factor for a segment's tolerances: the top-k of few values includes small ones, which are noisier."""
-    return 1 + FEW_VALUES * segment.num_points / segment.num_values
-
-
-def _wrong_points(segment: SegmentCheck) -> int:
-    """Counts a flipped sign as a wrong exponent. The published rule ignores signs, but honest noise never flips one."""
-    return segment.exponent_mismatches + segment.sign_mismatches
+def is_beyond_rounding(facts: Sequence[RowFacts]) -> bool:
+    """Returns whether more than half of all exponents differ. That is another computation, whatever kernels were used."""
+    mismatches, points = _mismatches(facts)
+    return mismatches > HALF * points
 
 
 def _mismatches(facts: Sequence[RowFacts]) -> tuple[int, int]:
@@ -404,8 +369,10 @@ def check_uncertain(
             raise Rejected("void.uncertain", str(score))
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
-            allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * _slack(segment)
-            if (wrong := _wrong_points(segment)) > allowed:
+            allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * tolerance_factor(
+                segment
+            )
+            if (wrong := wrong_points(segment)) > allowed:
                 raise Rejected(
                     "void.uncertain",
                     f"{where(row)}, proof {number}: {wrong} of its exponents or signs differ, at most {allowed:.0f}",

@@ -8,20 +8,37 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from shoal.toploc import ProofError, check_format
+from shoal.toploc import ProofError, check_format, expected_bytes
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Claim
-from shoal.wire.rollouts import Finish, Rollout, RolloutTable
-from shoal.wire.run_spec import ProofSpec
+from shoal.wire.requirements import WeightFormat, declared_weights
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits
+from shoal.wire.run_spec import AdmittedWeights, ProofSpec
 
 LOGPROB_ROUNDING = 1e-4
 """How far above 0 rounding may put the log-prob of a token with probability 1."""
+PROMPT_SLACK = 4096
+"""Prompt tokens that a file may have beyond the longest leased prompt: a file with an edited, longer prompt is then refused
+for its prompt and not for its size."""
 
 
 def where(row: Rollout) -> str:
     """Returns the name of a row for messages."""
     return f"row ({row.prompt_index}, {row.sample_index})"
+
+
+def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
+    """Returns the size that a lease allows a file to have; `longest_prompt` is in tokens."""
+    max_new = lease.sampling.max_new_tokens
+    return TableLimits(
+        max_rows=lease.num_rows,
+        max_prompt_tokens=longest_prompt + PROMPT_SLACK,
+        max_output_tokens=max_new,
+        max_proof_bytes=expected_bytes(
+            max_new - 1, topk=lease.proof.topk, segment_tokens=lease.proof.segment_tokens
+        ),
+    )
 
 
 def check_claim(claim: Claim) -> None:
@@ -86,6 +103,26 @@ def check_prompts(table: RolloutTable, prompt_tokens: Sequence[Sequence[int]]) -
     raise Rejected(
         "reject.edited_prompt",
         f"{where(edited[0])}: the prompt is not the leased one; this holds for {len(edited)} of {len(table.rows)} rows",
+    )
+
+
+def check_weights(table: RolloutTable, lease: Lease, admitted: AdmittedWeights) -> WeightFormat | None:
+    """Returns the format that the file declares its weights to be rounded to. Refuses one that the run does not admit.
+
+    Held-out work measures the published weights, so no format is admitted for it.
+    """
+    declared = declared_weights(table.made_by)
+    if not declared:
+        return None
+    for format in admitted.formats if lease.purpose == "train" else ():
+        if format == declared:
+            return format
+    allowed = ", ".join(admitted.formats) or "no other weights than the published ones"
+    work = "held-out work" if lease.purpose == "eval" else "training"
+    raise Rejected(
+        "reject.weights_not_admitted",
+        f"made by {table.made_by}: weights {declared!r} for {work}; the run admits {allowed}"
+        + (", for training only" if lease.purpose == "eval" and admitted.formats else ""),
     )
 
 

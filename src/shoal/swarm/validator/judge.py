@@ -1,8 +1,10 @@
 """Judges submissions: takes their bytes and claims, returns a verdict on each.
 
 open_submission    read the table, check it against the lease            (no forward pass)
+screen_many        run the model over one row of each large submission   (path_checks.py)
 recompute_many     run the model over the rows, verify their proofs      (recompute.py)
-give_verdict       check proofs, draws and lengths, grade the answers    (fact_checks.py, grading pool)
+give_verdict       check proofs, draws and lengths, grade the answers    (path_checks.py, fact_checks.py, grading pool,
+                                                                          answer_judge.py)
 
 Programs and mathematics are expensive to grade, and their text is the model's own only if the proofs passed, so they are graded
 last. The text of a submission that was spared the forward pass is the node's choice: if its grading takes longer than
@@ -13,26 +15,31 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from shoal.model.stop_strings import stopped_after, text_before_stop
 from shoal.model.tokenizer import ChatSetting, Tokenizer, encode_leased_prompts
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator import fact_checks, format_checks
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, RowsToCheck, recompute_many
+from shoal.swarm.validator.answer_judge import judge_answers
+from shoal.swarm.validator.decode_replay import DecodeReplay
+from shoal.swarm.validator.path_checks import RefusedWithEvidence, check_by_paths, screen_many
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.recompute import RowsToCheck, recompute_many
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.grading.pool import Answer, GradingStopped, GradingTimeout, grading_pool
 from shoal.tasks.task import vote_key
-from shoal.tasks.task_errors import conversation_before, pose_problem
-from shoal.toploc import expected_bytes
+from shoal.tasks.task_errors import conversation_before, pose_problem, pose_twice
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
-from shoal.wire.rollouts import RolloutTable, TableLimits
+from shoal.wire.requirements import WeightFormat
+from shoal.wire.rollouts import RolloutTable
 from shoal.wire.run_spec import RunSpec, TaskSpec
 from shoal.wire.seeded_draw import problem_seeds
 from shoal.wire.transcript import (
@@ -44,18 +51,14 @@ from shoal.wire.transcript import (
     make_sample,
 )
 
-PROMPT_SLACK = 4096
-"""Prompt tokens that a file may have beyond the longest leased prompt: a file with an edited, longer prompt is then refused
-for its prompt and not for its size."""
 SHOWN_CHARACTERS = 1000
 """Length of the sampled answer in the evidence, which the ledger keeps for ever."""
-
 SHOWN_EXPECTED = 200
 """Length of the expected answer beside it."""
-
+OPENING_S = 2.0
+"""Seconds of opening submissions after which those that are open are judged before the next is opened."""
 SPARED_S = 30.0
 """Seconds for grading all rows of a submission whose proofs were not checked."""
-
 Failed = CannotCheck | ReaderFailed
 """The validator's own side failed on one submission."""
 
@@ -100,31 +103,30 @@ def judge_many(
     reader: TableReader,
     control_seed: int,
     stop: threading.Event | None = None,
-) -> list[Verdict | Failed]:
-    """Returns a verdict or failure for each submission of one policy version. Their rows share prefills.
+    replay: DecodeReplay | None = None,
+) -> Iterator[Verdict | Failed]:
+    """Yields a verdict or failure for each submission of one policy version, in order. Their rows share prefills.
 
+    Each is yielded before the next is graded: if the caller delivers it, no claim runs out because of another that is slow to grade.
     The claims must have passed `refuse_claim`. Raises CannotCheck if a prefill fails, because the row that caused it is unknown.
     """
-    opened = [open_submission(data, claim, spec, policy, reader) for data, claim in submissions]
-    # The coordinator chose the checks after it had the bytes, so the node could not know them.
-    full = [one for one in opened if isinstance(one, OpenedSubmission) and one.claim.checks == "full"]
-    to_check = [RowsToCheck(one.table.rows, one.claim.lease) for one in full]
-    found = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
-    for submission, facts in zip(full, found, strict=True):
-        submission.facts = facts
-    verdicts: list[Verdict | Failed] = []
-    for one in opened:
-        if not isinstance(one, OpenedSubmission):
-            verdicts.append(one)
-            continue
-        try:
-            verdicts.append(give_verdict(one, spec, policy, stop))
-        except GradingTimeout:
-            one.claim = one.claim.model_copy(update={"checks": "full"})
-            to_check = [RowsToCheck(one.table.rows, one.claim.lease)]
-            (one.facts,) = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
-            verdicts.append(give_verdict(one, spec, policy, stop))
-    return verdicts
+    for opened in open_in_groups(submissions, spec, policy, reader):
+        # The coordinator chose the checks after it had the bytes, so the node could not know them.
+        full = [one for one in opened if isinstance(one, OpenedSubmission) and one.claim.checks == "full"]
+        recompute_full(full, spec, policy, control_seed, stop)
+        for one in opened:
+            if not isinstance(one, OpenedSubmission):
+                yield one
+                continue
+            own = policy if one.facts is None else policy_for(one, policy)
+            try:
+                verdict = give_verdict(one, spec, own, stop, replay)
+            except GradingTimeout:
+                one.claim = one.claim.model_copy(update={"checks": "full"})
+                to_check, own = [RowsToCheck(one.table.rows, one.claim.lease)], policy_for(one, policy)
+                (one.facts,) = recompute_many(to_check, own, control_seed=control_seed, stop=stop)
+                verdict = give_verdict(one, spec, own, stop, replay)
+            yield verdict
 
 
 @dataclass
@@ -139,6 +141,15 @@ class OpenedSubmission:
     started_s: float
     facts: list[fact_checks.RowFacts] | Rejected | None = None
     """None if the coordinator did not ask for a full check."""
+    judgements: list[str] = field(default_factory=list)
+    """The texts of the judge model, one for each row; empty for tasks without a judge."""
+    weights: WeightFormat | None = None
+    """The format that its weights were rounded to, as the run admits and the file declares; None: none."""
+
+
+def policy_for(one: OpenedSubmission, policy: LoadedPolicy) -> LoadedPolicy:
+    """Returns the policy with the weights that a submission declares, so that it is checked as exactly as any other."""
+    return policy if one.weights is None else policy.with_weights(one.weights)
 
 
 def open_submission(
@@ -151,11 +162,53 @@ def open_submission(
         task = None if file_digests(own) else make_task(own)
         problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
         table = read_and_check_table(data, claim, policy, reader=reader)
+        weights = format_checks.check_weights(table, claim.lease, spec.admitted_weights)
     except Rejected as rejected:
         return _refusal(claim, rejected, {"policy_version": claim.policy_version})
     except (CannotCheck, ReaderFailed) as failed:
         return failed
-    return OpenedSubmission(claim, task, problems, table, started_s)
+    return OpenedSubmission(claim, task, problems, table, started_s, weights=weights)
+
+
+def open_in_groups(
+    submissions: Sequence[tuple[bytes, Claim]], spec: RunSpec, policy: LoadedPolicy, reader: TableReader
+) -> Iterator[list[OpenedSubmission | Verdict | Failed]]:
+    """Yields the opened submissions in order. A group ends when opening it has taken OPENING_S.
+
+    Without groups, a file that is slow to read would delay the verdicts of all submissions that were claimed with it, also of
+    those before it.
+    """
+    group: list[OpenedSubmission | Verdict | Failed] = []
+    began_s = time.monotonic()
+    for data, claim in submissions:
+        group.append(open_submission(data, claim, spec, policy, reader))
+        if time.monotonic() - began_s >= OPENING_S:
+            yield group
+            group, began_s = [], time.monotonic()
+    if group:
+        yield group
+
+
+def recompute_full(
+    full: Sequence[OpenedSubmission],
+    spec: RunSpec,
+    policy: LoadedPolicy,
+    control_seed: int,
+    stop: threading.Event | None,
+) -> None:
+    """Computes the facts of submissions that get every check: of one row first, and of the others unless that row refuses them."""
+    for weights in dict.fromkeys(one.weights for one in full):
+        alike = [one for one in full if one.weights == weights]
+        own = policy_for(alike[0], policy)
+        tables = [(one.table, one.claim) for one in alike]
+        refused = screen_many(tables, spec, own, control_seed=control_seed, stop=stop)
+        for one, refusal in zip(alike, refused, strict=True):
+            one.facts = refusal
+        left = [one for one in alike if one.facts is None]
+        to_check = [RowsToCheck(one.table.rows, one.claim.lease) for one in left]
+        found = recompute_many(to_check, own, control_seed=control_seed, stop=stop)
+        for one, facts in zip(left, found, strict=True):
+            one.facts = facts
 
 
 def read_and_check_table(
@@ -170,7 +223,7 @@ def read_and_check_table(
             "the shortest answers cannot be proven; lower proof.topk"
         )
     prompt_tokens = encode_prompts(lease, tokenizer)
-    table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
+    table = reader.read(data, format_checks.table_limits(lease, max(map(len, prompt_tokens))))
     format_checks.check_binding(table, claim)
     format_checks.check_groups(table, lease)
     format_checks.check_prompts(table, prompt_tokens)
@@ -179,18 +232,6 @@ def read_and_check_table(
     format_checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens, stops)
     format_checks.check_proof_format(table, lease.proof, hidden_size)
     return table
-
-
-def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
-    max_new = lease.sampling.max_new_tokens
-    return TableLimits(
-        max_rows=lease.num_rows,
-        max_prompt_tokens=longest_prompt + PROMPT_SLACK,
-        max_output_tokens=max_new,
-        max_proof_bytes=expected_bytes(
-            max_new - 1, topk=lease.proof.topk, segment_tokens=lease.proof.segment_tokens
-        ),
-    )
 
 
 def task_of(lease: Lease, spec: RunSpec) -> TaskSpec:
@@ -203,7 +244,10 @@ def task_of(lease: Lease, spec: RunSpec) -> TaskSpec:
 
 
 def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
-    """Returns the problems that follow from the lease's seed. Raises CannotCheck if their prompts are not the leased ones."""
+    """Returns the problems that follow from the lease's seed.
+
+    Raises CannotCheck if their prompts are not the leased ones, and UnseededProblem if posing them twice here gives different ones.
+    """
     seeds = problem_seeds(
         lease.seed,
         run=run,
@@ -212,8 +256,13 @@ def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
         num_prompts=len(lease.prompts),
         attempts=lease.attempts,
     )
-    problems = [pose_problem(task, lease.purpose, seed) for seed in seeds]
+    try:
+        problems = [pose_problem(task, lease.purpose, seed) for seed in seeds]
+    except OSError as error:  # such as no memory for a child process
+        raise CannotCheck(f"the problems cannot be posed: {error}") from None
     if tuple(problem.prompt for problem in problems) != lease.prompts:
+        for seed in seeds:
+            pose_twice(task, lease.purpose, seed)
         raise CannotCheck(
             "posing the lease's problems again gives other prompts: problem() must depend on the seed only, and coordinator "
             "and validators need the same release of the task"
@@ -237,7 +286,11 @@ def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def give_verdict(
-    one: OpenedSubmission, spec: RunSpec, policy: LoadedPolicy, stop: threading.Event | None
+    one: OpenedSubmission,
+    spec: RunSpec,
+    policy: LoadedPolicy,
+    stop: threading.Event | None,
+    replay: DecodeReplay | None = None,
 ) -> Verdict | Failed:
     """Checks the facts of the forward pass, grades the answers and returns the verdict.
 
@@ -245,16 +298,21 @@ def give_verdict(
     """
     claim, table = one.claim, one.table
     evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
+    if one.weights is not None:
+        evidence["weights"] = one.weights  # the coordinator computes the credit by it
     try:
         if isinstance(one.facts, Rejected):
             raise one.facts
         if one.facts is not None:
-            evidence |= check_by_paths(one, one.facts, spec, policy, stop)
+            evidence |= check_by_paths(table, claim, one.facts, spec, policy, stop)
+            if replay is not None:
+                evidence["replay"] = (
+                    "differs"  # what `check` returns takes its place; it raises if a row has other bits
+                )
+                evidence |= replay.check(table, claim, policy, secrets.SystemRandom())
         limit_s = SPARED_S if one.facts is None else None
         began_s = time.monotonic()
-        graded = (
-            () if one.task is None else grade(one, one.task, policy.tokenizer, limit_s=limit_s, stop=stop)
-        )
+        graded = () if one.task is None else grade(one, one.task, policy, limit_s=limit_s, stop=stop)
     except RefusedWithEvidence as refused:
         return _refusal(claim, refused, evidence | refused.evidence)
     except Rejected as rejected:
@@ -262,10 +320,7 @@ def give_verdict(
     except CannotCheck as failed:
         return failed
     if graded:
-        evidence |= count_outcomes(graded) | {"grade_s": round(time.monotonic() - began_s, 2)}
-        if claim.lease.purpose == "eval":
-            evidence |= count_prompts(table, graded, policy.tokenizer)
-        evidence |= show_sample(table, graded, claim, policy.tokenizer, one.problems)
+        evidence |= grading_evidence(one, graded, policy.tokenizer, time.monotonic() - began_s)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     note = "" if graded else "; not graded, because the task's files are missing here"
     return Verdict(
@@ -276,85 +331,34 @@ def give_verdict(
         output_tokens=num_tokens,
         checks=claim.checks,
         evidence=evidence,
-        transcript=transcribe(table, graded, policy.tokenizer, one.problems) if graded else "",
+        transcript=transcribe(one, graded, policy.tokenizer) if graded else "",
     )
 
 
-ON_PROBATION = frozenset(
-    ("reject.wrong_computation", "reject.wrong_sampling", "reject.wrong_logprobs", "void.uncertain")
-)
-"""Refusals that the noise of an unknown compute class could explain."""
-
-
-class RefusedWithEvidence(Rejected):
-    """A refusal with the numbers behind it."""
-
-    def __init__(self, rejected: Rejected, evidence: dict[str, float | int | str]) -> None:
-        super().__init__(rejected.code, rejected.detail)
-        self.evidence = evidence
-
-
-def check_by_paths(
-    one: OpenedSubmission,
-    facts: Sequence[fact_checks.RowFacts],
-    spec: RunSpec,
-    policy: LoadedPolicy,
-    stop: threading.Event | None,
+def grading_evidence(
+    one: OpenedSubmission, graded: tuple[Reward, ...], tokenizer: Tokenizer, took_s: float
 ) -> dict[str, float | int | str]:
-    """Checks the facts with the noise of the declared compute class and returns the numbers behind the verdict.
-
-    Work of a class that the calibration does not have is judged by the widest noise of all its pairs. If that refuses it,
-    a second forward pass with other kernels checks it again, and it is refused only if both do. Raises RefusedWithEvidence.
-    """
-    try:
-        return check_by_noise(one, facts, spec, policy)
-    except RefusedWithEvidence as refused:
-        pairs = () if spec.noise is None else spec.noise.pairs
-        known = not pairs or any(pair.made_by == one.table.made_by for pair in pairs)
-        if known or refused.code not in ON_PROBATION:
-            raise
-        first = refused
-    again = replace(policy, plain=not policy.plain)
-    to_check = [RowsToCheck(one.table.rows, one.claim.lease)]
-    (found,) = recompute_many(to_check, again, control_seed=secrets.randbits(64), stop=stop)
-    if isinstance(found, Rejected):
-        raise first
-    try:
-        return check_by_noise(one, found, spec, again) | {"refused_by_first_path": first.code}
-    except RefusedWithEvidence:
-        raise first from None
+    """Returns what a verdict says of the grades: counts, time, the judge, and a sample."""
+    claim, table = one.claim, one.table
+    evidence = count_outcomes(graded) | {"grade_s": round(took_s, 2)}
+    if claim.lease.purpose == "eval":
+        evidence |= count_prompts(table, graded, tokenizer)
+    if one.judgements:
+        evidence["judge"] = str(claim.lease.task.options["judge_path"])
+    return evidence | show_sample(table, graded, claim, tokenizer, one.problems)
 
 
-def check_by_noise(
-    one: OpenedSubmission, facts: Sequence[fact_checks.RowFacts], spec: RunSpec, policy: LoadedPolicy
-) -> dict[str, float | int | str]:
-    """Checks the facts of one path. Returns the numbers, or raises RefusedWithEvidence."""
-    rows, made_by, checked_by = one.table.rows, one.table.made_by, str(policy.compute_class())
-    of_pair = None if spec.noise is None else spec.noise.of_pair(made_by, checked_by)
-    noise = of_pair or spec.noise
-    scores = fact_checks.score_facts(rows, facts, noise)
-    evidence = fact_checks.evidence(rows, facts, spec.tolerances, scores)
-    if made_by:
-        evidence |= {"made_by": made_by, "checked_by": checked_by, "pair_measured": int(of_pair is not None)}
-    try:
-        fact_checks.check_facts(rows, facts, spec.tolerances, noise, scores)
-    except Rejected as rejected:
-        raise RefusedWithEvidence(rejected, evidence) from None
-    return evidence
-
-
-def transcribe(
-    table: RolloutTable, graded: tuple[Reward, ...], tokenizer: Tokenizer, problems: Sequence[Problem]
-) -> str:
-    """Returns the answers as text for the rollout viewer, packed."""
-    max_bytes = MAX_PIECES_BYTES // len(table.rows)
-    samples: list[list[SampleText]] = [[] for _ in problems]
-    for row, reward in zip(table.rows, graded, strict=True):
+def transcribe(one: OpenedSubmission, graded: tuple[Reward, ...], tokenizer: Tokenizer) -> str:
+    """Returns the answers as text for the rollout viewer, packed. Judged answers have the judge's text beside them."""
+    rows = one.table.rows
+    max_bytes = MAX_PIECES_BYTES // len(rows)
+    samples: list[list[SampleText]] = [[] for _ in one.problems]
+    for row, reward, judgement in zip(rows, graded, one.judgements or [""] * len(rows), strict=True):
         text = make_sample(row, reward.value, reward.outcome.value, tokenizer.decode, max_bytes)
-        samples[row.prompt_index].append(text)
+        samples[row.prompt_index].append(text.model_copy(update={"judgement": judgement}))
     groups = tuple(
         GroupText(expected=problem.answer[:MAX_EXPECTED], samples=tuple(of_problem))
-        for problem, of_problem in zip(problems, samples, strict=True)
+        for problem, of_problem in zip(one.problems, samples, strict=True)
     )
     return Transcript(groups=groups).pack()
 
@@ -362,17 +366,21 @@ def transcribe(
 def grade(
     one: OpenedSubmission,
     task: Task,
-    tokenizer: Tokenizer,
+    policy: LoadedPolicy,
     *,
     limit_s: float | None,
     stop: threading.Event | None,
 ) -> tuple[Reward, ...]:
     """Returns the reward of each row, in file order. With `limit_s`, raises GradingTimeout when the time is up.
 
-    Without it, only a grader that is too slow takes longer than the pool allows: CannotCheck, which no node is blamed for.
+    Answers of a task with a judge model are judged together, on the device of the policy, and their judgements are kept in `one`.
+    Without `limit_s`, only a grader that is too slow takes longer than the pool allows: CannotCheck, which no node is blamed for.
     """
-    lease = one.claim.lease
-    thinks = tokenizer.thinks(chat=lease.chat, setting=ChatSetting((), lease.task.chat_template_kwargs))
+    lease, tokenizer = one.claim.lease, policy.tokenizer
+    try:
+        thinks = tokenizer.thinks(chat=lease.chat, setting=ChatSetting((), lease.task.chat_template_kwargs))
+    except ValueError as error:
+        raise CannotCheck(f"the chat template cannot be rendered here: {error}") from None
     answers = [
         Answer(
             one.problems[row.prompt_index],
@@ -383,6 +391,12 @@ def grade(
         for row in one.table.rows
     ]
     try:
+        if isinstance(task, JudgedAnswers):
+            judged = judge_answers(
+                task, answers, device=str(policy.decoder.head().weight_VH.device), stop=stop
+            )
+            one.judgements = [judgement.text for judgement in judged]
+            return tuple(judgement.reward for judgement in judged)
         return tuple(grading_pool().grade(task, answers, limit_s=limit_s, stop=stop))
     except GradingStopped as stopped:
         raise Stopped(str(stopped)) from None

@@ -1,23 +1,30 @@
-"""The policy versions that a validator has in memory. Fetches and loads others, in place of the least recently used one."""
+"""The policy versions that a validator has in memory. Fetches and loads others, in place of the least recently used one.
 
+get     for a claim        returns a version; fetches and loads it if need be
+watch   beside the checks  fetches the newest version to the disk, as a delta where there is one, before a claim names it
+"""
+
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from shoal.files import is_out_of_memory
 from shoal.model.load_model import free_bytes
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.net.http_client import Refused, SignedClient
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.ticket_client import Tickets
-from shoal.net.waiting import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, Model
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, Model
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.manifest import Manifest
+from shoal.wire.messages import Info
 from shoal.wire.record import Sealed
 
 KEEP_ON_DISK = 4
@@ -28,12 +35,26 @@ ROOM = 1.5
 """Another version is loaded beside the others if this many times its bytes are free; checks need memory too."""
 LEAST_BATCH_TOKENS = 512
 LEAST_FETCH_S = 120.0
+WATCH_S = 5.0
+"""Seconds between two questions for the newest version."""
+POLL_S = 0.1
 SLOWEST_BYTES_PER_S = 5e6
 """Rate that a fetch is given time for: a 32B model of 65 GB gets 3.6 hours."""
 
 
+@dataclass(frozen=True, slots=True)
+class _FetchAhead:
+    """A fetch of `watch`. Setting `stop` ends it; what was fetched so far stays on the disk."""
+
+    version: int
+    stop: LinkedEvent
+
+
 class LoadedVersions:
-    """A cache of policy versions by version number. Missing weights raise CannotCheck, so that no node is blamed."""
+    """A cache of policy versions by version number. Missing weights raise CannotCheck, so that no node is blamed.
+
+    One version is fetched at a time: `_fetch_lock` is held meanwhile. A fetch for a claim stops a fetch ahead of another version.
+    """
 
     def __init__(
         self,
@@ -52,6 +73,10 @@ class LoadedVersions:
         self._relays = RelayChoice(ticket=Tickets(client, log=log))
         self._loaded: OrderedDict[int, LoadedPolicy] = OrderedDict()
         self._same_model: tuple[object, Tokenizer] | None = None
+        self._fetch_lock = threading.Lock()
+        self._fetch_ahead: _FetchAhead | None = None
+        self._sources: tuple[tuple[str, ...], str] = ((), "")
+        """Relays and origin of the newest claim."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, version: int, lease: Lease, relays: tuple[str, ...] = (), origin: str = "") -> LoadedPolicy:
@@ -64,18 +89,11 @@ class LoadedVersions:
             return self._loaded[version]
         try:
             manifest = self._manifest(version, lease)
-            self._relays.update(relays or lease.relays, last=origin or lease.origin)
-            folder = fetch_version(
-                manifest,
-                self._relays,
-                self._folder,
-                run_key=self._run_key,
-                log=self._log,
-                stop=self._client.stop,
-                deadline_s=self._fetch_s or fetch_seconds(manifest.body.num_bytes),
-                while_growing=True,
-            )
-            policy = self._load(folder, manifest.body)
+            self._sources = (relays or lease.relays, origin or lease.origin)
+            with self._hold_lock_for_claim(version):
+                folder = self._fetch(manifest, self._relays, self._client.stop)
+                policy = self._load(folder, manifest.body)
+                prune_versions(self._folder, KEEP_ON_DISK)
         except (
             CorruptData,
             Rejected,
@@ -83,13 +101,87 @@ class LoadedVersions:
             DeadlinePassed,
             ValueError,
             OSError,
-            torch.OutOfMemoryError,
+            RuntimeError,
+            MemoryError,
         ) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             raise CannotCheck(f"policy version {version} is not available: {error}") from None
         self._loaded[version] = policy
-        prune_versions(self._folder, KEEP_ON_DISK)
         self._log.info("loaded policy", version=version, bytes=manifest.body.num_bytes)
         return policy
+
+    def watch(self, client: SignedClient) -> None:
+        """Fetches each new version before a claim names it, until the client is stopped. Runs in a thread, with its own client."""
+        relays = RelayChoice(ticket=Tickets(client, log=self._log))
+        done, last_error = -1, ""
+        while not client.stop.wait(WATCH_S):
+            try:
+                newest = client.call("GET", "/v1/info", None, Info).newest_version
+                if newest is None or newest <= done or not any(self._sources):
+                    continue
+                sealed = client.call("GET", f"/v1/policies/{newest}", None, Sealed[Manifest])
+                if self._fetch_before_claims(sealed, relays, client.stop):
+                    done = newest
+            except (
+                CorruptData,
+                Rejected,
+                Refused,
+                Unreachable,
+                DeadlinePassed,
+                ValueError,
+                OSError,
+            ) as error:
+                if str(error) != last_error:
+                    last_error = str(error)
+                    self._log.warning("a new version cannot be fetched ahead of time", reason=error)
+            except Stopped:
+                pass  # the validator stops, or a claim needs another version
+
+    def _fetch_before_claims(
+        self, sealed: Sealed[Manifest], relays: RelayChoice, stop: threading.Event
+    ) -> bool:
+        """Fetches a version unless a claim's fetch is in progress; returns whether it is here now."""
+        if not self._fetch_lock.acquire(blocking=False):
+            return False
+        try:
+            version = sealed.open(self._run_key).version
+            self._fetch_ahead = ahead = _FetchAhead(version, LinkedEvent(stop))
+            self._fetch(sealed, relays, ahead.stop)
+            prune_versions(self._folder, KEEP_ON_DISK)
+            self._log.info("fetched ahead", version=version)
+        finally:
+            self._fetch_ahead = None
+            self._fetch_lock.release()
+        return True
+
+    @contextmanager
+    def _hold_lock_for_claim(self, version: int) -> Iterator[None]:
+        """Holds the fetch lock, and stops a fetch ahead of any other version."""
+        while not self._fetch_lock.acquire(timeout=POLL_S):
+            if (ahead := self._fetch_ahead) is not None and ahead.version != version:
+                ahead.stop.set()
+            if self._client.stop.is_set():
+                raise Stopped(f"stopped before version {version} was fetched")
+        try:
+            yield
+        finally:
+            self._fetch_lock.release()
+
+    def _fetch(self, manifest: Sealed[Manifest], relays: RelayChoice, stop: threading.Event) -> Path:
+        """Fetches a version to the disk. The caller holds the fetch lock."""
+        sources, origin = self._sources
+        relays.update(sources, last=origin)
+        return fetch_version(
+            manifest,
+            relays,
+            self._folder,
+            run_key=self._run_key,
+            log=self._log,
+            stop=stop,
+            deadline_s=self._fetch_s or fetch_seconds(manifest.body.num_bytes),
+            while_growing=True,
+        )
 
     def _manifest(self, version: int, lease: Lease) -> Sealed[Manifest]:
         sealed = self._client.call_until(
@@ -118,13 +210,13 @@ class LoadedVersions:
         tokenizer = self._same_model[1]
         if self._has_room():
             try:
-                return LoadedPolicy(manifest.version, self._load_decoder(folder), tokenizer)
-            except torch.OutOfMemoryError:
-                if not self._loaded:
+                return LoadedPolicy(manifest.version, self._load_decoder(folder), tokenizer, folder=folder)
+            except (RuntimeError, MemoryError) as error:
+                if not self._loaded or not is_out_of_memory(error):
                     raise
         _, least_used = self._loaded.popitem(last=False)
         load_weights(least_used.decoder, folder / WEIGHTS_FILE)
-        return LoadedPolicy(manifest.version, least_used.decoder, tokenizer)
+        return LoadedPolicy(manifest.version, least_used.decoder, tokenizer, folder=folder)
 
     def _has_room(self) -> bool:
         """Returns whether another version may be loaded beside those in memory."""

@@ -1,9 +1,6 @@
 """Runs every row once through the claimed policy version and compares its tokens, log-probs and proofs with the result.
 
-    B  rows of a batch    T  tokens of a row    N  output tokens of a batch    H  hidden size    V  vocabulary
-
-The state at position p predicts the token at p + 1. A row of P prompt and T output tokens therefore needs the states at
-P-1 .. P+T-2: all of them predict an output token, and all but the first have a proof.
+B  rows of a batch    T  tokens of a row    N  output tokens of a batch    H  hidden size    V  vocabulary
 """
 
 import contextlib
@@ -13,37 +10,27 @@ import math
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal.model.decoder import Decoder, KVCache, supports_flash_attention
-from shoal.model.load_model import device_name, kernel_release
-from shoal.model.packed_prefill import flat, packed_states, upload
-from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformers_model import TransformersModel
+from shoal.files import is_out_of_memory
+from shoal.model.packed_prefill import flat, upload
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.format_checks import where
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, Model, num_fed, prefill
 from shoal.toploc import ProofError, SegmentCheck, start_verifying
 from shoal.toploc.device import HostCopy
 from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
-from shoal.wire.requirements import ComputeClass
 from shoal.wire.rollouts import Rollout
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed, uniforms
 
-BATCH_TOKENS = 4096
-"""Tokens of one prefill on a CPU, with prompts and padding. They bound the memory for keys and values."""
-DEVICE_BATCH_TOKENS = 3 << 15
-"""Tokens of one prefill on a GPU: 98,304. The host needs 20 ms to launch a batch of 30 layers and its proofs, in which an H200
-computes 30,000 tokens. A 7B model needs 8 GB of activations for a batch of this size."""
 LOGITS_AT_ONCE = 1 << 23
 """Logits in memory at once on a CPU: 32 MiB of float32."""
 DEVICE_LOGITS_AT_ONCE = 1 << 30
@@ -51,34 +38,6 @@ DEVICE_LOGITS_AT_ONCE = 1 << 30
 
 
 Floats = npt.NDArray[np.float64]
-Model = Decoder | TransformersModel
-
-
-class CannotCheck(Exception):
-    """The validator's own side failed, so the submission is void and its node is not blamed."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPolicy:
-    """A policy version in memory."""
-
-    version: int
-    decoder: Model
-    tokenizer: Tokenizer
-    batch_tokens: int = BATCH_TOKENS
-    plain: bool = False
-    """Whether attention is computed by plain matrix products: a second path with other rounding."""
-
-    def compute_class(self) -> ComputeClass:
-        """Returns what this validator checks with."""
-        weight = self.decoder.head().weight_VH
-        path = "transformers" if isinstance(self.decoder, TransformersModel) else "prefill"
-        return ComputeClass(
-            device=device_name(weight.device),
-            engine="plain" if self.plain else path,
-            kernels=kernel_release(),
-            precision=str(weight.dtype).removeprefix("torch."),
-        )
 
 
 class SamplingTerms(Protocol):
@@ -153,7 +112,9 @@ def recompute_many(
             batch = work.popleft()
             try:
                 started = _start_batch(policy, batch, control_seed)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 work.extendleft(reversed(_smaller(batch, error, alone=previous is None)))
         if previous is not None:
             new_facts, new_malformed = _finish_batch(previous, control_seed, skip=malformed.keys())
@@ -179,117 +140,29 @@ def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Ent
 
     Uses as few batches as possible, of about equal size: a small last batch would take as long to launch as a large one.
     """
-    total = sum(_length(entry.row) for entry in entries)
+    total = sum(num_fed(entry.row) for entry in entries)
     share = total / max(1, math.ceil(total / batch_tokens))
     batch: list[_Entry] = []
     num_tokens = 0
-    for entry in sorted(entries, key=lambda entry: _length(entry.row), reverse=True):
-        if batch and (num_tokens >= share or (len(batch) + 1) * _length(batch[0].row) > batch_tokens):
+    for entry in sorted(entries, key=lambda entry: num_fed(entry.row), reverse=True):
+        if batch and (num_tokens >= share or (len(batch) + 1) * num_fed(batch[0].row) > batch_tokens):
             yield batch
             batch, num_tokens = [], 0
         batch.append(entry)
-        num_tokens += _length(entry.row)
+        num_tokens += num_fed(entry.row)
     if batch:
         yield batch
 
 
-def _smaller(batch: list[_Entry], error: torch.OutOfMemoryError, *, alone: bool) -> list[list[_Entry]]:
-    """Returns the halves of a batch for which memory was short. Raises CannotCheck if one row is too much, with no other batch
-    in memory (`alone`)."""
+def _smaller(batch: list[_Entry], error: Exception, *, alone: bool) -> list[list[_Entry]]:
+    """Returns the halves of a batch that was too large. Raises CannotCheck if it is one row, `alone` in memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if len(batch) > 1:
         return [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
     if not alone:
         return [batch]
-    raise CannotCheck(f"out of memory for a row of {_length(batch[0].row)} tokens: {error}") from None
-
-
-def _length(row: Rollout) -> int:
-    """Returns the number of tokens to run: all but the last, which predicts no token of the row."""
-    return len(row.prompt_tokens) + len(row.output_tokens) - 1
-
-
-def _prefill(model: Model, rows: Sequence[Rollout], *, plain: bool = False) -> list[Tensor]:
-    """Returns for each row the states that predict its output tokens, [T, H]."""
-    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-        return _prefill_by(model, rows, packed=not plain)
-
-
-def _prefill_by(model: Model, rows: Sequence[Rollout], *, packed: bool) -> list[Tensor]:
-    end = max(_length(row) for row in rows)
-    if end >= model.shape.max_positions:
-        raise CannotCheck(f"{end + 1} tokens are more than the model's {model.shape.max_positions} positions")
-    if isinstance(model, TransformersModel):
-        return _prefill_padded(model, rows)
-    weight = model.model.norm.weight
-    if packed and supports_flash_attention(weight.device, weight.dtype):
-        return packed_states(model, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
-    return _prefill_cached(model, rows, end, weight.device)
-
-
-def _prefill_padded(model: TransformersModel, rows: Sequence[Rollout]) -> list[Tensor]:
-    """Computes whole rows, padded on the right, which a causal model does not attend to."""
-    tokens_BT = torch.zeros(len(rows), max(_length(row) for row in rows), dtype=torch.int64)
-    for place, row in enumerate(rows):
-        fed = row.prompt_tokens + row.output_tokens[:-1]
-        tokens_BT[place, : len(fed)] = torch.tensor(fed)
-    states_BTH = model(tokens_BT.to(model.head().weight_VH.device), tokens_BT)
-    return [states_BTH[place, len(row.prompt_tokens) - 1 : _length(row)] for place, row in enumerate(rows)]
-
-
-def _prefill_cached(
-    decoder: Decoder, rows: Sequence[Rollout], end: int, device: torch.device
-) -> list[Tensor]:
-    """Computes rows with the same prompt from one prefill of it."""
-    prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
-    prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
-    index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
-    slots_B = torch.arange(len(rows), device=device)
-    cache = _make_cache(decoder, num_slots=len(rows), max_context=end + 1, device=device)
-    cache.copy_from(
-        prompt_cache, source_slots=index_B, slots=slots_B, context=min(prompt_cache.max_context, end + 1)
-    )
-    fed_BTH = _run_outputs(decoder, rows, cache, device)
-    return [
-        torch.cat([last_PH[index_B[place]][None], fed_BTH[place, : len(row.output_tokens) - 1]])
-        for place, row in enumerate(rows)
-    ]
-
-
-def _run_prompts(
-    decoder: Decoder, prompts: Sequence[tuple[int, ...]], device: torch.device
-) -> tuple[KVCache, Tensor]:
-    """Returns the cache with the prompts' keys and values, and the state at the end of each prompt, [P, H]."""
-    width = max(len(prompt) for prompt in prompts)
-    # Padding comes after the tokens, where nothing reads it before it is overwritten.
-    tokens_PT = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=device)
-    positions_PT = torch.arange(width, device=device).expand_as(tokens_PT)
-    cache = _make_cache(decoder, num_slots=len(prompts), max_context=width, device=device)
-    states_PTH = decoder(tokens_PT, positions_PT, cache=cache)
-    last_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    return cache, states_PTH[torch.arange(len(prompts), device=device), last_P]
-
-
-def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, device: torch.device) -> Tensor:
-    """Returns the states at all output tokens but the last, [B, T, H]. The cache must hold the prompts."""
-    width = max(len(row.output_tokens) for row in rows) - 1
-    if width == 0:
-        return decoder.model.norm.weight.new_empty(len(rows), 0, decoder.shape.hidden_size)
-    tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-    # Padding is written to the last position, which no row reaches.
-    positions_BT = torch.full_like(tokens_BT, cache.max_context - 1)
-    for place, row in enumerate(rows):
-        fed, start = len(row.output_tokens) - 1, len(row.prompt_tokens)
-        tokens_BT[place, :fed] = torch.tensor(row.output_tokens[:-1], dtype=torch.int64)
-        positions_BT[place, :fed] = torch.arange(start, start + fed)
-    states_BTH: Tensor = decoder(tokens_BT.to(device), positions_BT.to(device), cache=cache)
-    return states_BTH
-
-
-def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: torch.device) -> KVCache:
-    dtype = decoder.model.norm.weight.dtype
-    return KVCache(decoder.shape, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
+    raise CannotCheck(f"out of memory for a row of {num_fed(batch[0].row)} tokens: {error}") from None
 
 
 class _StartedBatch(NamedTuple):
@@ -321,7 +194,7 @@ def recompute_rows(submissions: Sequence[RowsToCheck], policy: LoadedPolicy) -> 
     whole = [(row, one.lease) for one in submissions for row in one.rows]
     entries = [_Entry(0, place, row, lease) for place, (row, lease) in enumerate(whole)]
     for batch in _batches(entries, policy.batch_tokens):
-        states = _prefill(policy.decoder, [entry.row for entry in batch], plain=policy.plain)
+        states = prefill(policy.decoder, [entry.row for entry in batch], plain=policy.plain)
         columns_5N = _intervals(policy.decoder, batch, torch.cat(states)).double().cpu().numpy()
         columns_6N = np.concatenate([columns_5N, _uniforms(batch)[None]])
         for entry, states_TH, columns_6T in zip(batch, states, _per_token(batch, columns_6N), strict=True):
@@ -332,7 +205,7 @@ def recompute_rows(submissions: Sequence[RowsToCheck], policy: LoadedPolicy) -> 
 def _start_batch(policy: LoadedPolicy, batch: list[_Entry], control_seed: int) -> _StartedBatch:
     """Starts the prefill, the proofs and the token distributions of a batch; on a GPU this only queues them."""
     decoder = policy.decoder
-    states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch], plain=policy.plain))
+    states_NH = torch.cat(prefill(decoder, [entry.row for entry in batch], plain=policy.plain))
     states = torch.split(states_NH, [len(entry.row.output_tokens) for entry in batch])
     with _side_stream(states_NH.device):
         finite = HostCopy(torch.isfinite(states_NH).all())

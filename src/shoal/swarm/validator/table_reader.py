@@ -6,13 +6,15 @@ validator must be able to check everything that it sends.
     request  limits of the table, then the Parquet bytes
     reply    {"code": ..., "detail": ...}   or   {"lease_id": ..., "policy_version": ..., "num_rows": ...}, then arrays
 
-A child that cannot start or does not answer in time is the validator's own failure (ReaderFailed). A file is refused for ending
-the child only if a second child ended too, because something else may have killed the first.
+A child that cannot start, does not answer in time or is killed (SIGKILL: the out-of-memory killer) is the validator's own failure
+(ReaderFailed). A file is refused for ending the child in another way, and only if a second child ended too, because something else
+may have ended the first.
 """
 
 import json
 import signal
 import sys
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,16 +27,24 @@ from shoal.child_process import (
     ChildError,
     ChildLimits,
     ChildProcess,
+    limit_cpu,
     limit_memory,
     serve,
 )
 from shoal.wire.codes import CODES, Rejected
+from shoal.wire.requirements import REPLAY_PATTERN
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits, decode, encode
 
 MAX_MEMORY_BYTES = 1_000_000_000
 """Memory that a file may take on top of what the child holds before its first file."""
-CPU_S = 20
-"""Seconds of processor time that a file may take."""
+CPU_S = 2
+"""Seconds of processor time that a file may take, apart from what its size needs."""
+BYTES_PER_CPU_S = 10_000_000
+"""Bytes of a file for which it may take one more second. Honest files take 0.1 s for as many: 0.31 s for 512 rows of
+4,096 tokens, 30 MB."""
+PROMPT_TOKENS_PER_CPU_S = 2_000_000
+"""Leased prompt tokens for which it may take one more second: equal prompts compress to nothing. Honest ones
+take 0.12 s."""
 WALL_S = 120.0
 """Seconds to wait for the child's answer."""
 ATTEMPTS = 2
@@ -96,6 +106,11 @@ class TableReader:
                 self.child.close()
                 problem = str(error)
             except ChildDied as died:
+                if died.status == -signal.SIGKILL:
+                    # Nothing that a file does sends it: its memory and processor time end in MemoryError and SIGXCPU.
+                    raise ReaderFailed(
+                        f"{died}; the machine's out-of-memory killer may have chosen it: free some memory"
+                    ) from None
                 raise _refuse_deadly_file(died) from None
             except ChildError as error:
                 raise ReaderFailed(str(error)) from None
@@ -103,8 +118,6 @@ class TableReader:
 
 
 def _refuse_deadly_file(died: ChildDied) -> Rejected:
-    if died.status == -signal.SIGKILL:  # the kernel's out-of-memory killer; the child catches its own limit
-        return Rejected("reject.oversized_table", "reading it needs more memory than a submission may take")
     if died.status == -signal.SIGXCPU:
         return Rejected(
             "reject.malformed_file", "reading it needs more processor time than a submission may take"
@@ -119,20 +132,28 @@ def serve_tables(limits: ChildLimits) -> None:
     """Runs in the child: answers requests until the validator closes the pipe."""
     limit_memory(limits.memory_bytes)
     _check_own_table()
-    serve(_answer, limits)
+    serve(partial(_answer, cpu_s=limits.cpu_s), limits)
 
 
-def _answer(request: bytes) -> bytes:
+def _answer(request: bytes, *, cpu_s: int) -> bytes:
     head, data = _split(request)
     del request
+    limits = TableLimits(**head)
+    limit_cpu(cpu_s + extra_cpu_s(len(data), limits))
     try:
-        return encode_table(decode(data, TableLimits(**head)))
+        return encode_table(decode(data, limits))
     except Rejected as rejected:
         return _encode_refusal(rejected)
     except MemoryError:
         return _encode_refusal(
             Rejected("reject.oversized_table", "decoding needs more memory than a submission may take")
         )
+
+
+def extra_cpu_s(num_bytes: int, limits: TableLimits) -> int:
+    """Returns the seconds of processor time that a file of this size and lease may take beyond CPU_S."""
+    prompt_tokens = limits.max_rows * limits.max_prompt_tokens
+    return num_bytes // BYTES_PER_CPU_S + prompt_tokens // PROMPT_TOKENS_PER_CPU_S
 
 
 def _check_own_table() -> None:
@@ -160,6 +181,7 @@ def encode_table(table: RolloutTable) -> bytes:
         "lease_id": table.lease_id,
         "policy_version": table.policy_version,
         "made_by": table.made_by,
+        "replay": table.replay,
         "num_rows": len(rows),
     }
     numbers = [
@@ -194,11 +216,14 @@ def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
         num_rows = int(head["num_rows"])
         if not 0 <= num_rows <= limits.max_rows:
             raise BadReply(f"{num_rows} rows, at most {limits.max_rows}")
+        if (replay := str(head["replay"])) and not REPLAY_PATTERN.fullmatch(replay):
+            raise BadReply(f"replay terms {replay[:64]!r}")
         return RolloutTable(
             lease_id=str(head["lease_id"]),
             policy_version=int(head["policy_version"]),
             rows=_decode_rows(body, num_rows),
             made_by=str(head["made_by"]),
+            replay=replay,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise BadReply(f"{type(error).__name__}: {error}") from None

@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.net.rate_limit import limited_network
 from shoal.swarm.coordinator.context import Coordinator
-from shoal.swarm.coordinator.views.page_snapshot import make_curve, read_reports, take_snapshot
+from shoal.swarm.coordinator.views.page_snapshot import make_curve, take_snapshot
+from shoal.swarm.coordinator.views.stats import read_reports
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
 from shoal.wire.page_data import Snapshot
@@ -40,6 +41,10 @@ QUIET_S = 10.0
 """Longest time without an event. Without keep-alives proxies close the connection, and a viewer cannot detect a lost one."""
 RETRY_MS = 2000
 """Time after which a browser reconnects."""
+
+MAX_CURVES = 64
+"""Parts of the curve that are kept until the next snapshot, for viewers that look at the same part."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 PAGE_FILES = {
     "/": ("page.html", "text/html"),
@@ -57,13 +62,14 @@ POLICY = (
 class Feed:
     """The sections of the page by name, each with the number of the snapshot that last changed it."""
 
-    def __init__(self, coordinator: Coordinator, *, period_s: float = PERIOD_S) -> None:
-        self._coordinator, self._period_s = coordinator, period_s
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._steps: list[StepReport] = []
         self._sections: dict[str, tuple[int, str]] = {}
+        self._curves: dict[tuple[int, int], str] = {}
         self._serial = 0
         self._next_s = float("-inf")
-        self._taking = asyncio.Lock()
+        self._taking, self._drawing = asyncio.Lock(), asyncio.Lock()
         self._closed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.viewers = 0
@@ -83,10 +89,11 @@ class Feed:
             if time.monotonic() < self._next_s:
                 return
             sections, cost_s = await run_in_threadpool(self._take)
-            pause_s = min(LONGEST_PERIOD_S, max(self._period_s, cost_s / SHARE))
+            pause_s = min(LONGEST_PERIOD_S, max(PERIOD_S, cost_s / SHARE))
             # Slightly early, because a viewer that wakes just before the next snapshot is due would wait a whole period more.
             self._next_s = time.monotonic() + pause_s * 0.98
             self._serial += 1
+            self._curves.clear()
             for name, text in sections.items():
                 if self._sections.get(name, (0, ""))[1] != text:
                     self._sections[name] = (self._serial, text)
@@ -94,8 +101,14 @@ class Feed:
     async def curve(self, first: int, last: int) -> str:
         """Returns the steps from version `first` to `last` as a curve, for a viewer that zooms in."""
         await self._refresh()
-        steps = [step for step in self._steps if first <= step.version <= last]
-        return (await run_in_threadpool(make_curve, steps)).model_dump_json()
+        async with self._drawing:
+            if (first, last) not in self._curves:
+                steps = [step for step in self._steps if first <= step.version <= last]
+                text = (await run_in_threadpool(make_curve, steps)).model_dump_json()
+                if len(self._curves) >= MAX_CURVES:
+                    self._curves.clear()
+                self._curves[first, last] = text
+            return self._curves[first, last]
 
     def _take(self) -> tuple[dict[str, str], float]:
         """Returns every section as JSON, and the CPU time that it took."""
@@ -209,8 +222,11 @@ def _section(snapshot: Snapshot, name: str) -> str:
 # -- routes -----------------------------------------------------------------------------------------------
 
 
-def page_routes(feed: Feed) -> list[Route]:
-    """Returns the routes of the page: its files, its data as JSON, and its data as events."""
+def page_routes(feed: Feed, limited: Callable[[Endpoint], Endpoint]) -> list[Route]:
+    """Returns the routes of the page: its files, its data as JSON, and its data as events.
+
+    `limited` adds the limit of costly public routes to an endpoint.
+    """
 
     async def get_page(request: Request) -> Response:
         headers = {"Cache-Control": "no-store"}
@@ -227,10 +243,10 @@ def page_routes(feed: Feed) -> list[Route]:
         counted.enter_context(feed.count_viewer(limited_network(address)))
         return EventStream(feed, counted, is_compressed=_takes_gzip(request))
 
-    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    routes: dict[str, Endpoint] = {
         "/v1/page": get_page,
         "/v1/events": get_events,
-        "/v1/curve": get_curve,
+        "/v1/curve": limited(get_curve),
     }
     routes |= {path: _file(page_file(name), kind) for path, (name, kind) in PAGE_FILES.items()}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
@@ -248,7 +264,7 @@ def page_file(name: str) -> bytes:
     return (files("shoal.swarm.coordinator.http") / "page" / name).read_bytes()
 
 
-def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+def _file(content: bytes, media_type: str) -> Endpoint:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {
         "ETag": tag,

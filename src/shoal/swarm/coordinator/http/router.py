@@ -51,6 +51,8 @@ MOST_SESSIONS, SESSIONS_PER_S = 60.0, 1 / 30
 """Sessions that one key may begin or end at once, and then a second."""
 MOST_ENROLMENTS, ENROLMENTS_PER_S = 256.0, 1.0
 """Enrolments of one network at once, and then a second."""
+PROXIED_SHARE = 8
+"""Times as many enrolments for all nodes together whose network a reverse proxy hides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,9 @@ class Router:
         rate = coordinator.config.requests_per_s
         self._buckets = Buckets(rate=rate, burst=10 * rate)
         self._sessions = Buckets(rate=SESSIONS_PER_S, burst=MOST_SESSIONS)
+        self._network_sessions = Buckets(rate=ENROLMENTS_PER_S, burst=MOST_ENROLMENTS)
         self._enrolments = Buckets(rate=ENROLMENTS_PER_S, burst=MOST_ENROLMENTS)
+        self._proxied = Buckets(rate=PROXIED_SHARE * ENROLMENTS_PER_S, burst=PROXIED_SHARE * MOST_ENROLMENTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._routes.find(scope["method"], scope["path"])
@@ -222,9 +226,17 @@ class Router:
         if path in ("/v1/session", "/v1/leave"):
             wait_s = self._sessions.wait_s(signer.key, now_s)
             who = f"a key may begin and end {MOST_SESSIONS:g} sessions, and then one every {1 / SESSIONS_PER_S:.0f} s"
-        elif path == "/v1/enrol" and network:
-            wait_s = self._enrolments.wait_s(network, now_s)
-            who = f"network {network} may enrol {MOST_ENROLMENTS:g} keys, and then {ENROLMENTS_PER_S:g} a second"
+            if network and not wait_s:
+                wait_s = self._network_sessions.wait_s(network, now_s)
+                who = f"network {network} may begin and end {MOST_ENROLMENTS:g} sessions, and then {ENROLMENTS_PER_S:g} a second"
+        elif path == "/v1/enrol":
+            # Nodes behind a proxy share a larger limit: a local client could otherwise avoid its own by sending a proxy's header.
+            share = 1 if network else PROXIED_SHARE
+            wait_s = (self._enrolments if network else self._proxied).wait_s(network, now_s)
+            who = (
+                f"{f'network {network}' if network else 'all nodes behind a proxy together'} may enrol "
+                f"{share * MOST_ENROLMENTS:g} keys, and then {share * ENROLMENTS_PER_S:g} a second"
+            )
         if wait_s:
             raise Rejected("request.too_many", who, retry_after_s=wait_s)
 

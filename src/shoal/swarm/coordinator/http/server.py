@@ -11,7 +11,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +26,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from shoal.files import AlreadyLocked, hold_lock
-from shoal.net.http_server import Server, listen
+from shoal.files import hold_lock
+from shoal.net.http_server import MAX_CONNECTIONS, Server, allow_open_files, authority, listen
 from shoal.net.rate_limit import Buckets, limited_network
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, run_housekeeping
 from shoal.swarm.coordinator.http import openapi
-from shoal.swarm.coordinator.http.live_page import Feed, page_routes
+from shoal.swarm.coordinator.http.live_page import Endpoint, Feed, page_routes
 from shoal.swarm.coordinator.http.router import (
     JSON,
     PublicRoute,
@@ -42,7 +42,6 @@ from shoal.swarm.coordinator.http.router import (
     as_described,
     failure,
     problem,
-    send_json,
     to_json,
 )
 from shoal.swarm.coordinator.http.routes import PUBLIC_ROUTES, SIGNED_ROUTES
@@ -68,8 +67,6 @@ SEARCHES = 2
 COSTLY_PER_S = 20.0
 """Requests a second that one address may send to costly public routes; ten times as many at once."""
 _WILDCARDS = ("0.0.0.0", "::", "")
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 # -- the app of one run -----------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
     endpoints = {path: endpoint(route) for path, route in PUBLIC_ROUTES.items()}
     endpoints |= {"/metrics": cache.cached(look_at_metrics), "/openapi.json": describe}
     routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
-    app = Starlette(routes=[*routes, *page_routes(feed)])
+    app = Starlette(routes=[*routes, *page_routes(feed, cache.limited)])
     app.router.redirect_slashes = False
     _answer_errors(app, coordinator)
     return app
@@ -234,6 +231,8 @@ class RunPool:
         self._apps = {app.coordinator.spec.run: app for app in apps}
         assert len(self._apps) == len(apps), "two runs have the same name"
         self._first = apps[0]
+        cache = AnswerCache(self._first.coordinator, CACHE_S)
+        self._list_cached = cache.cached(lambda _: Response(to_json(self._list()), media_type=JSON))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -241,7 +240,8 @@ class RunPool:
             return
         name, path = self._split(scope["path"])
         if path == "/v1/runs" and scope["method"] == "GET" and len(self._apps) > 1:
-            await send_json(send, to_json(await run_in_threadpool(self._list)))
+            response = await self._answer_list(Request(scope, receive))
+            await response(scope, receive, send)
         elif name is None:
             await self._answer_for_all(scope, receive, send)
         elif name in self._apps:
@@ -275,6 +275,13 @@ class RunPool:
                     return
         await self._first(scope, receive, send)
 
+    async def _answer_list(self, request: Request) -> Response:
+        try:
+            return await self._list_cached(request)
+        except Rejected as error:
+            now_s = self._first.coordinator.clock()
+            return problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+
     def _list(self) -> RunList:
         """Returns all runs by need: finished runs last, then by live workers for each group of a step."""
         found: list[tuple[bool, float, RunView]] = []
@@ -301,19 +308,6 @@ class Hosting:
     """Credentials of its object store, if it has one."""
     settings: Mapping[str, Any] | None = None
     """Settings of the run file that the ledger records besides the terms."""
-
-
-def run_coordinator(
-    config: CoordinatorConfig,
-    spec: RunSpec,
-    dir: Path,
-    host: str,
-    port: int,
-    stop: threading.Event,
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
-    """Serves the run in `dir` until `stop`, as `run_pool` does for several runs."""
-    run_pool([Hosting(config=config, spec=spec, dir=dir)], host, port, stop, on_ready)
 
 
 def run_pool(
@@ -360,16 +354,10 @@ def _opened(run: Hosting) -> Iterator[Coordinator]:
             coordinator.close()
 
 
-@contextmanager
-def hold_run_folder(dir: Path) -> Iterator[None]:
-    """Raises ValueError if another coordinator runs in the same folder."""
-    try:
-        with hold_lock(
-            dir / "coordinator.lock", message=f"a coordinator is already running in {dir}; stop it first"
-        ):
-            yield
-    except AlreadyLocked as error:
-        raise ValueError(str(error)) from None
+def hold_run_folder(dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Holds the folder of a run for one coordinator. Raises AlreadyLocked if another one runs in it."""
+    message = f"a coordinator is already running in {dir}; stop it first"
+    return hold_lock(dir / "coordinator.lock", message=message)
 
 
 def _start_sweeping(coordinator: Coordinator, stop: threading.Event) -> None:
@@ -386,8 +374,9 @@ def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> None:
     sock = listen(host, port)
+    allow_open_files(MAX_CONNECTIONS + 500, coordinators[0].log)
     port = int(sock.getsockname()[1])
-    url = f"http://{_bracketed(host)}:{port}"
+    url = f"http://{authority(host, port)}"
     pool = RunPool([_make_app(coordinator, host, port, url) for coordinator in coordinators])
     server = Server(pool, sock, on_close=pool.close_feeds)
     server.start()
@@ -413,9 +402,5 @@ def known_authorities(host: str, port: int, named: tuple[str, ...]) -> frozenset
     """Returns the HOST:PORT names that a signed request may be for; None if they cannot be known, which accepts any."""
     if host in _WILDCARDS and not named:
         return None
-    own = {f"{_bracketed(host)}:{port}", *(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))}
+    own = {authority(host, port), *(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))}
     return frozenset(name.lower() for name in own | set(named))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -4,9 +4,9 @@ Its own threads look up the upload and wait for the disk, so that the event loop
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,27 @@ from shoal.wire.codes import Rejected
 UPLOAD_IDLE_S = 30.0
 """Seconds without a byte after which an upload is given up; the client may start it again."""
 UPLOADS_AT_ONCE = 2
-"""Concurrent uploads of one token: one that stalled and the one that replaces it."""
+"""Concurrent uploads of one lease: one that stalled and the one that replaces it."""
 PIECE_BYTES = 256 << 10
 """Bytes that are gathered for one write to the disk."""
 DISK_THREADS = 16
+
+
+@dataclass(slots=True, eq=False)
+class UploadInProgress:
+    """An upload whose body is being received."""
+
+    expected: ExpectedUpload
+    timeout: asyncio.Timeout | None = None
+    """Ends the wait for the next bytes; None while none are waited for."""
+    replaced: bool = False
+    """Whether the node has declared other bytes for the lease since."""
+
+    def end(self) -> None:
+        """Ends the upload at once, or after the write to the disk that is in progress."""
+        self.replaced = True
+        if self.timeout is not None and not self.timeout.expired():
+            self.timeout.reschedule(0.0)
 
 
 class Receiver:
@@ -35,7 +52,8 @@ class Receiver:
 
     def __init__(self, coordinator: Coordinator, writer: Writer) -> None:
         self._coordinator, self._writer = coordinator, writer
-        self._arriving: Counter[str] = Counter()
+        # By lease: a lease gets a new token for each digest that its node declares, so a count by token limits nothing.
+        self._arriving: defaultdict[str, list[UploadInProgress]] = defaultdict(list)
         self._disk = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk")
 
     def close(self) -> None:
@@ -48,41 +66,57 @@ class Receiver:
             raise Rejected("request.not_found", "uploads of this run go to its object store")
         expected = await self._on_disk(self._find_expected, token)
         check_length(length, expected.num_bytes)
-        if self._arriving[token] >= UPLOADS_AT_ONCE:
-            raise Rejected("request.too_many", "this upload is in progress already", retry_after_s=1.0)
-        self._arriving[token] += 1
+        arriving = self._begin(expected)
         try:
-            incoming = LazyIncoming(partial(store.receive, token, expected.sha256, expected.num_bytes))
-            await self._copy(receive, incoming, expected.expires_at_s - self._coordinator.clock())
+            incoming = store.receive(token, expected.sha256, expected.num_bytes)
+            await self._copy(receive, incoming, arriving)
         finally:
-            self._arriving[token] -= 1
-            if not self._arriving[token]:
-                del self._arriving[token]
+            others = self._arriving[expected.lease_id]
+            others.remove(arriving)
+            if not others:
+                del self._arriving[expected.lease_id]
         await self._writer.run(partial(uploads.mark_stored, self._coordinator, expected))
         return Response(status_code=204)
+
+    def _begin(self, expected: ExpectedUpload) -> UploadInProgress:
+        """Counts a new upload of a lease and ends those that it replaces. Raises Rejected if too many are in progress."""
+        here = self._arriving.get(expected.lease_id, [])
+        for other in here:
+            if other.expected.asked_at_s < expected.asked_at_s:
+                other.end()
+        if len(here) >= UPLOADS_AT_ONCE:
+            raise Rejected(
+                "request.too_many",
+                f"{len(here)} uploads of this lease are in progress already, at most {UPLOADS_AT_ONCE}",
+                retry_after_s=1.0,
+            )
+        arriving = UploadInProgress(expected)
+        self._arriving[expected.lease_id].append(arriving)
+        return arriving
 
     def _find_expected(self, token: str) -> ExpectedUpload:
         with self._coordinator.database.read() as db:
             return uploads.find_expected(db, token, self._coordinator.clock())
 
-    async def _copy(self, receive: Receive, incoming: "LazyIncoming", left_s: float) -> None:
-        """Copies the body to the disk; removes what was written if the upload breaks off or its lease ends."""
+    async def _copy(self, receive: Receive, incoming: Incoming, arriving: UploadInProgress) -> None:
+        """Copies the body to the disk; removes what was written if the upload breaks off or is replaced, or its lease ends."""
         complete, clock = False, asyncio.get_running_loop().time
-        end_s = clock() + left_s
+        end_s = clock() + arriving.expected.expires_at_s - self._coordinator.clock()
         try:
-            async with asyncio.timeout_at(min(end_s, clock() + UPLOAD_IDLE_S)) as timeout:
-                more, pieces, held = True, [], 0
-                while more:
+            more, pieces, held = True, [], 0
+            while more:
+                # A write to the disk is not interrupted: its thread would go on, and create the file again that `discard` deletes.
+                async with asyncio.timeout_at(min(end_s, clock() + UPLOAD_IDLE_S)) as arriving.timeout:
                     message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise TimeoutError
-                    timeout.reschedule(min(end_s, clock() + UPLOAD_IDLE_S))
-                    more = message.get("more_body", False)
-                    pieces.append(message.get("body", b""))
-                    held += len(pieces[-1])
-                    if more and held >= PIECE_BYTES:
-                        await self._on_disk(incoming.write, b"".join(pieces))
-                        pieces, held = [], 0
+                arriving.timeout = None
+                if message["type"] == "http.disconnect" or arriving.replaced or clock() >= end_s:
+                    raise TimeoutError
+                more = message.get("more_body", False)
+                pieces.append(message.get("body", b""))
+                held += len(pieces[-1])
+                if more and held >= PIECE_BYTES:
+                    await self._on_disk(incoming.write, b"".join(pieces))
+                    pieces, held = [], 0
             await self._on_disk(incoming.finish, b"".join(pieces))
             complete = True
         except TimeoutError:
@@ -93,25 +127,3 @@ class Receiver:
 
     async def _on_disk(self, act: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._disk, act, *arguments)
-
-
-class LazyIncoming:
-    """An upload that opens its file at the first write, in a disk thread."""
-
-    def __init__(self, begin: Callable[[], Incoming]) -> None:
-        self._begin = begin
-        self._incoming: Incoming | None = None
-
-    def write(self, piece: bytes) -> None:
-        if self._incoming is None:
-            self._incoming = self._begin()
-        self._incoming.write(piece)
-
-    def finish(self, last: bytes) -> None:
-        self.write(last)
-        assert self._incoming is not None, "`write` opened it"
-        self._incoming.finish()
-
-    def discard(self) -> None:
-        if self._incoming is not None:
-            self._incoming.discard()

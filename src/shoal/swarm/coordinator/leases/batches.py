@@ -5,11 +5,14 @@ is formed once, in the transaction that assigns its groups, and kept as the byte
 either side, gives the same groups, and no group is ever in two batches.
 
 A group of a submission that was accepted without every check is held until a later submission of its node was drawn for every
-check and accepted. It is withdrawn if that one is refused. At most `max_unchecked_share` of a batch are such groups.
+check and accepted. It is withdrawn if that one is refused. At most `max_unchecked_share` of a batch are such groups; the draw of each
+submission decides which of them are used, and a node without enough checked work behind it has none (rules/trust.py). The others
+become stale.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -17,8 +20,10 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.difficulty import next_rate, problem_numbers
+from shoal.swarm.coordinator.rules.trust import check_draw, checks_before_release, is_usable
 from shoal.swarm.coordinator.store.schema import (
     batches,
+    epochs,
     groups,
     leases,
     pass_rates,
@@ -169,32 +174,51 @@ def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
     return ids
 
 
-def release_held(tx: Transaction, node: str, because: str, before_seq: int) -> None:
-    """Makes the held groups of a node ready whose submissions came before receipt `before_seq`, that of the lease `because`."""
-    ids = _held_groups(tx.db, node, before_seq)
+def release_held(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], because: str, before_seq: int
+) -> None:
+    """Makes the held groups of a node ready that may be used and whose submissions came before receipt `before_seq`, that of the
+    lease `because`. A node that has not passed enough checks in a row has none; checked groups without signal do not count."""
+    share = coordinator.config.max_unchecked_share
+    needed = checks_before_release(coordinator.config.check_rate, share)
+    if node.streak * signal_share(tx.db) < needed:
+        return
+    ids = [
+        row.group_id
+        for row in _held_groups(tx.db, node.node, before_seq)
+        if is_usable(check_draw(bytes.fromhex(row.secret), row.lease_id, row.sha256), row.draw_rate, share)
+    ]
     if ids:
         tx.write(update(groups).where(groups.c.group_id.in_(ids)).values(state=GroupState.READY.value))
-        tx.record("group.released", node=node, because=because, group_ids=ids)
+        tx.record("group.released", node=node.node, because=because, group_ids=ids)
 
 
 def withdraw_held(tx: Transaction, node: str, because: str) -> None:
     """Withdraws all held groups of a node that was caught. `because` is the refused lease, or "" for an action of the operator."""
-    ids = _held_groups(tx.db, node)
+    ids = [row.group_id for row in _held_groups(tx.db, node)]
     if ids:
         tx.write(update(groups).where(groups.c.group_id.in_(ids)).values(state=GroupState.WITHDRAWN.value))
         tx.record("group.withdrawn", node=node, because=because, group_ids=ids)
 
 
-def _held_groups(db: Connection, node: str, before_seq: int | None = None) -> list[str]:
+def _held_groups(db: Connection, node: str, before_seq: int | None = None) -> Sequence[Any]:
+    """Returns the held groups of a node, each with what the draw of its submission is computed from."""
     query = (
-        select(groups.c.group_id)
+        select(
+            groups.c.group_id,
+            submissions.c.lease_id,
+            submissions.c.sha256,
+            submissions.c.draw_rate,
+            epochs.c.secret,
+        )
         .join(submissions, submissions.c.lease_id == groups.c.lease_id)
+        .join(epochs, epochs.c.epoch == submissions.c.draw_epoch)
         .where(groups.c.state == GroupState.HELD.value, submissions.c.node == node)
         .order_by(groups.c.group_id)
     )
     if before_seq is not None:
         query = query.where(submissions.c.seq < before_seq)
-    return list(db.execute(query).scalars())
+    return db.execute(query).all()
 
 
 def _record_stale(tx: Transaction, newest: int, group_ids: list[str]) -> int:

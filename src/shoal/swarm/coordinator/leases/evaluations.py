@@ -6,6 +6,8 @@ Chunks go to nodes with accepted work. A chunk that a node has held for a while 
 submission counts. So a node that takes chunks and keeps them delays the evaluation only a little, and a key that has not delivered
 anything does not delay it at all. Without training work left, nodes without accepted work get chunks too, but what they hold does
 not keep a chunk from others.
+
+A node that gets a chunk again gets the same seed. It could otherwise provoke void verdicts until it likes the answers.
 """
 
 from collections import defaultdict
@@ -15,7 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.rules.lease_states import OPEN
+from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk
 from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given
@@ -40,6 +42,17 @@ _LET_GO = Statement(
         leases.c.eval_version == given("number"),
         leases.c.node == given("name"),
         leases.c.code.in_(("void.abandoned", "void.expired")),
+    )
+    .limit(1)
+)
+_VOIDED = Statement(
+    select(leases.c.unit)
+    .where(
+        leases.c.eval_version == given("number"),
+        leases.c.task == given("label"),
+        leases.c.chunk == given("chunk"),
+        leases.c.node == given("name"),
+        leases.c.state == LeaseState.VOID.value,
     )
     .limit(1)
 )
@@ -103,6 +116,12 @@ def next_chunk(
                 version=version, index=index, num_prompts=size, task=task, samples=evaluation.samples
             )
     return None
+
+
+def voided_unit(db: Connection, node: str, version: int, task: str, chunk: int) -> str | None:
+    """Returns the first lease of a chunk that this node had and that became void; None if it had none."""
+    unit: str | None = _VOIDED.value(db, number=version, label=task, chunk=chunk, name=node)
+    return unit
 
 
 def _holders(db: Connection, asker: EvalAsker, version: int, task: str) -> dict[int, list[tuple[str, float]]]:

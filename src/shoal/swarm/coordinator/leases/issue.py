@@ -6,13 +6,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, func, not_, select
 
 from shoal.swarm.coordinator.context import Coordinator, LeasedTask, RunState, Transaction, run_state
 from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
 from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
+    IS_RELIABLE,
     check_compatible,
     get_node,
     mark_live,
@@ -31,7 +32,7 @@ from shoal.swarm.coordinator.rules.planning import (
     max_bytes,
     plan,
 )
-from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases
+from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases, owed_lease_s
 from shoal.swarm.coordinator.store.schema import leases, nodes, policies
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.tasks.task_errors import conversation_before, pose_problem, pose_prompts
@@ -53,9 +54,6 @@ RECORD, RECORD_SHARE = 20, 0.25
 """A node waits for the work of nodes with this share of its own accepted submissions, or with RECORD of them. Trust is earned by
 few submissions, so many keys with little work behind them could otherwise keep out the nodes that do the work."""
 
-_UNPROVEN = (
-    (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES) | (nodes.c.trust == Trust.QUARANTINED.value)
-)
 # Otherwise proven nodes that take leases and keep them until the deadline would keep others from getting any.
 _OVERDUE = (nodes.c.rows_per_s > 0) & (
     given("now_s")
@@ -63,7 +61,12 @@ _OVERDUE = (nodes.c.rows_per_s > 0) & (
     + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
     + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
 )
-_HOPED = leases.c.state.in_(AWAITED) & (_UNPROVEN | _OVERDUE | (nodes.c.accepted < given("record")))
+# Of unreliable nodes also after the submission: junk of new keys costs nothing and would otherwise keep out the nodes that do the
+# work until a validator has rejected it.
+_HOPED = not_(IS_RELIABLE) | (
+    leases.c.state.in_(AWAITED)
+    & ((nodes.c.lapses >= PROVEN_LAPSES) | _OVERDUE | (nodes.c.accepted < given("record")))
+)
 # `oldest` is the oldest version whose rollouts the next batch accepts. A lease that was issued before `oldest` was published is
 # generated with an older version, so it is too stale for any batch. While `oldest` is not published, the comparison with NULL
 # leaves no row.
@@ -100,6 +103,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
         mark_live(tx)
         return Sealed[Lease].parse(held[0].sealed)
     _check_lapses(tx, coordinator, node)
+    admission.check_stake(tx, coordinator, node.owner or node.node)
     accounts.check_next_lease(tx, coordinator, node, account)
     try:
         work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
@@ -190,7 +194,8 @@ def is_proven(node: Row[Any]) -> bool:
 def groups_in_flight(db: Connection, oldest: int, now_s: float, record: int = 0) -> tuple[int, int]:
     """Counts the groups of open train leases of version `oldest` or newer: first those that will arrive, then the others.
 
-    Those of proven nodes with at least `record` accepted submissions will arrive, unless they are overdue.
+    Those of proven nodes with at least `record` accepted submissions will arrive, unless they are overdue. So do submissions of
+    every node with accepted work that is not suspected.
     """
     found = _IN_FLIGHT.row(db, oldest=oldest, now_s=now_s, record=record)
     assert found is not None, "a sum is one row"
@@ -303,34 +308,49 @@ def _recorded_problems(coordinator: Coordinator, lease: Lease) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedOrigin:
-    """Where the seed of a lease comes from: a new one, or that of a lease that the node let go."""
+    """Where the seed of a lease comes from: a new one, or that of a lease of the same node that it let go or that became void."""
 
     lease_id: str
     unit: str | None
     epoch: int
     seed: str
     num_prompts: int
+    lease_s: float
+    """Seconds from the issue to the deadline."""
     attempts: tuple[int, ...] = ()
     """Those of the lease that is repeated. Choosing again would give a node that lets leases go other problems."""
 
 
 def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
     lease_id = secrets.token_hex(16)
-    unit = epochs.take_debt(tx, node.node) if work.purpose == "train" else None
+    if work.purpose == "train":
+        unit = epochs.take_debt(tx, node.node)
+    else:
+        unit = evaluations.voided_unit(tx.db, node.node, work.versions[0], work.evaluation, work.chunk)
     if unit is not None:
         first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
-        # Not more prompts than the first lease had: further ones would be new work.
+        # All prompts of the first lease, also if fewer are needed now: a node could otherwise choose the time at which the prompts
+        # that it does not like are not leased again.
+        count = len(first.prompts)
         return SeedOrigin(
             lease_id=lease_id,
             unit=unit,
             epoch=first.epoch,
             seed=first.seed,
-            num_prompts=(count := min(work.num_prompts, len(first.prompts))),
-            attempts=first.attempts[:count],
+            num_prompts=count,
+            lease_s=owed_lease_s(standing_of(node), lease_s=coordinator.config.lease_s, num_prompts=count),
+            attempts=first.attempts,
         )
     epoch, secret = epochs.secret_for_lease(tx, coordinator.config.leases_per_epoch)
     seed = lease_seed(secret, lease_id, tx.actor)
-    return SeedOrigin(lease_id=lease_id, unit=None, epoch=epoch, seed=seed, num_prompts=work.num_prompts)
+    return SeedOrigin(
+        lease_id=lease_id,
+        unit=None,
+        epoch=epoch,
+        seed=seed,
+        num_prompts=work.num_prompts,
+        lease_s=coordinator.config.lease_s,
+    )
 
 
 def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: SeedOrigin) -> Lease:
@@ -380,7 +400,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         proof=spec.proof,
         max_bytes=min(max_bytes(said, sampling, spec.proof), config.max_upload_bytes),
         issued_at_s=tx.now_s,
-        deadline_s=tx.now_s + config.lease_s,
+        deadline_s=tx.now_s + origin.lease_s,
     )
 
 

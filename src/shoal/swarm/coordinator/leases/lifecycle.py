@@ -19,7 +19,7 @@ from shoal.swarm.coordinator.membership import accounts
 from shoal.swarm.coordinator.membership.nodes import change_standing, check_in_full, count_void, get_node
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent, LeaseState, next_state
 from shoal.swarm.coordinator.rules.trust import TrustEvent
-from shoal.swarm.coordinator.store.schema import leases, run, submissions
+from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, run, submissions, uploads
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
@@ -34,6 +34,13 @@ OWED = (
 )
 """Codes of ends after which a node owes the work of the lease: everything but a verdict on it and an action of the operator. A node
 could otherwise get another seed by choosing how its lease ends."""
+
+UNREADABLE = ("reject.malformed_file", "reject.oversized_table")
+"""Codes of rejections whose files are deleted at once: no appeal or audit can learn more from them."""
+REJECTED_KEPT_S = 24 * 3600.0
+"""How long other rejected files are kept for an appeal or an audit; longer while an appeal is not decided."""
+_DELETED_AT_ONCE = 1000
+"""Rejected files that one round of housekeeping deletes: a longer transaction would delay the nodes' requests."""
 
 _EXPIRED = Statement(select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < given("now_s")))
 
@@ -60,7 +67,9 @@ def end(  # noqa: PLR0913 - everything that the end of a lease changes
         credit=credit,
         ended_at_s=tx.now_s,
     )
-    if state is LeaseState.VOID and (upload := UPLOADS.find(tx.db, lease.lease_id)) is not None:
+    if code in UNREADABLE:
+        _delete_file(tx, coordinator, lease.lease_id)
+    elif state is LeaseState.VOID and (upload := UPLOADS.find(tx.db, lease.lease_id)) is not None:
         remove_bytes(tx, coordinator, expected_upload(upload))
     if is_loss or state is LeaseState.ACCEPTED:
         accounts.count_end(tx, coordinator, lease, get_node(tx.db, lease.node), code)
@@ -68,6 +77,32 @@ def end(  # noqa: PLR0913 - everything that the end of a lease changes
         epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
     run_over = is_finished(tx.db, coordinator.spec)
     epochs.reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
+
+
+def _delete_file(tx: Transaction, coordinator: Coordinator, lease_id: str) -> None:
+    """Deletes a rejected file, and notes that the lease no longer needs it: remove_bytes keeps what another lease needs."""
+    upload = UPLOADS.find(tx.db, lease_id)
+    assert upload is not None, "a rejection is a verdict on an upload"
+    tx.update(UPLOADS, lease_id, stored_at_s=None)
+    remove_bytes(tx, coordinator, expected_upload(upload))
+
+
+def delete_rejected(tx: Transaction, coordinator: Coordinator) -> None:
+    """Deletes the files of old rejections that are not under appeal. Housekeeping calls it once a minute."""
+    undecided = select(appeals.c.lease_id).where(appeals.c.upheld.is_(None))
+    old = (
+        select(leases.c.lease_id)
+        .join(uploads, uploads.c.lease_id == leases.c.lease_id)
+        .where(
+            leases.c.state == LeaseState.REJECTED.value,
+            leases.c.ended_at_s < tx.now_s - REJECTED_KEPT_S,
+            uploads.c.stored_at_s.is_not(None),
+            leases.c.lease_id.not_in(undecided),
+        )
+        .limit(_DELETED_AT_ONCE)
+    )
+    for lease_id in tx.db.execute(old).scalars().all():
+        _delete_file(tx, coordinator, lease_id)
 
 
 def void(
@@ -148,8 +183,9 @@ def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
     """Voids unclaimed submissions that are too old to be used. Held-out work is too old when relays dropped its version."""
     made_by = submissions.c.policy_version
     rows = tx.db.execute(
-        select(leases, made_by)
+        select(leases, made_by, nodes.c.accepted)
         .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+        .join(nodes, nodes.c.node == leases.c.node)
         .where(
             leases.c.state == LeaseState.SUBMITTED.value,
             or_(
@@ -159,8 +195,10 @@ def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
         )
     ).all()
     for row in rows:
-        # The node submitted in time and no validator came: an overloaded validator must not stop honest nodes.
-        void_as_stale(tx, coordinator, row, row.policy_version, newest, is_loss=False)
+        # The node submitted in time and no validator came: an overloaded validator must not stop honest nodes. New keys are
+        # free, so for them it is a loss: they could otherwise fill the queue with junk that goes stale in it, at no cost.
+        is_loss = row.accepted == 0
+        void_as_stale(tx, coordinator, row, row.policy_version, newest, is_loss=is_loss)
 
 
 def void_as_stale(
@@ -172,7 +210,7 @@ def void_as_stale(
     *,
     is_loss: bool = True,
 ) -> None:
-    """Voids a submission of a version that is too old. `is_loss`: it was too old when the node submitted it."""
+    """Voids a submission of a version that is too old. `is_loss`: it counts as lost by its node."""
     if lease.purpose == "train":
         rule = f"at most {coordinator.spec.max_lag} is used"
     else:

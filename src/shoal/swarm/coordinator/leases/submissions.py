@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Row, select
 
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
@@ -22,10 +22,14 @@ from shoal.swarm.coordinator.leases.lifecycle import void_as_stale
 from shoal.swarm.coordinator.membership.nodes import standing_of
 from shoal.swarm.coordinator.rules.lease_states import LeaseEvent
 from shoal.swarm.coordinator.rules.trust import check_rate, gets_every_check
+from shoal.swarm.coordinator.store.schema import nodes
+from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Receipt
 from shoal.wire.messages import Submit
 from shoal.wire.record import Sealed, seal
+
+_CAUGHT = Statement(select(nodes.c.node).where(nodes.c.owner == given("name"), nodes.c.rejected > 0).limit(1))
 
 
 def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit) -> Sealed[Receipt]:
@@ -132,9 +136,11 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
 def _draw_checks(tx: Transaction, coordinator: Coordinator, lease: Row[Any], sha256: str) -> dict[str, Any]:
     """Draws whether the submission gets every check. Drawn after receipt, so that a node cannot know it beforehand."""
     epoch, secret = epochs.secret_for_sampling(tx)
-    rate = check_rate(standing_of(tx.caller()), floor=coordinator.config.check_rate)
-    # The held-out curve is published, so nothing enters it unchecked.
-    if lease.purpose == "eval":
+    node = tx.caller()
+    rate = check_rate(standing_of(node), floor=coordinator.config.check_rate)
+    # The held-out curve is published, so nothing enters it unchecked. An owner that is admitted may enrol any number of keys: after
+    # one of them was caught, the others are not spared either.
+    if lease.purpose == "eval" or (rate < 1.0 and node.owner and _CAUGHT.row(tx.db, name=node.owner)):
         rate = 1.0
     full = gets_every_check(secret, lease.lease_id, sha256, rate)
     return {"checks": "full" if full else "rewards", "draw_epoch": epoch, "draw_rate": rate}

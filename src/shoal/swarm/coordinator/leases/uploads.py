@@ -8,7 +8,7 @@ import secrets
 import threading
 from dataclasses import asdict
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, case, select
 
 from shoal.net.s3_store import S3Store, StoreDown
 from shoal.swarm.coordinator.context import Coordinator, Transaction
@@ -40,6 +40,8 @@ _BY_TOKEN = Statement(
     .join(leases, leases.c.lease_id == uploads.c.lease_id)
     .where(uploads.c.token == given("name"))
 )
+# Of submitted files. lifecycle.py sets `stored_at_s` to NULL when it deletes a rejected one.
+_KEPT = (leases.c.state != LeaseState.VOID.value) & uploads.c.stored_at_s.is_not(None)
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
@@ -88,12 +90,14 @@ def find_expected(db: Connection, token: str, now_s: float) -> ExpectedUpload:
 
 
 def find_submitted(db: Connection, sha256: str) -> ExpectedUpload | None:
-    """Returns the upload that was submitted with this digest; the first, if there are several."""
+    """Returns the upload that was submitted with this digest. Of several, the first that `sweep` does not delete: each upload to an
+    object store has a name of its own."""
     row = db.execute(
         select(uploads)
         .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
+        .join(leases, leases.c.lease_id == uploads.c.lease_id)
         .where(submissions.c.sha256 == sha256)
-        .order_by(submissions.c.seq)
+        .order_by(case((_KEPT, 0), else_=1), submissions.c.seq)
         .limit(1)
     ).one_or_none()
     return None if row is None else expected_upload(row)
@@ -106,7 +110,10 @@ def find_arrived(coordinator: Coordinator, node: str, lease_id: str) -> Expected
     """
     with coordinator.database.read() as db:
         upload = UPLOADS.find(db, lease_id)
-        if upload is None or upload.stored_at_s is not None or find_lease(db, lease_id).node != node:
+        if upload is None or upload.stored_at_s is not None:
+            return None
+        lease = find_lease(db, lease_id)
+        if lease.node != node or lease.state not in AWAITED:
             return None
     wanted = expected_upload(upload)
     try:
@@ -137,7 +144,7 @@ def mark_stored(coordinator: Coordinator, expected: ExpectedUpload, group: Write
 
 
 def sweep(coordinator: Coordinator, store: S3Store) -> int:
-    """Removes objects that were never submitted or whose submission is void, and returns how many.
+    """Removes objects that were never submitted, or whose submission is void or was rejected and deleted, and returns how many.
 
     A signed URL is valid until its lease has ended, whatever became of the upload. So only objects that are older than any
     valid URL are looked at. A local store needs no sweep: lifecycle.void removes the bytes.
@@ -168,7 +175,7 @@ def _not_submitted(coordinator: Coordinator, tokens: list[str]) -> list[str]:
         select(uploads.c.token)
         .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
         .join(leases, leases.c.lease_id == uploads.c.lease_id)
-        .where(uploads.c.token.in_(tokens), leases.c.state != LeaseState.VOID.value)
+        .where(uploads.c.token.in_(tokens), _KEPT)
     )
     with coordinator.database.read() as db:
         kept = set(db.execute(submitted).scalars())

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, or_, select
+from sqlalchemy import Connection, Row, case, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
@@ -11,6 +11,7 @@ from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, m
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
 from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
+    IS_RELIABLE,
     change_standing,
     change_standing_of,
     count_verdict,
@@ -24,7 +25,7 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
-from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
+from shoal.swarm.coordinator.store.schema import leases, nodes, submissions, uploads, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
@@ -59,23 +60,35 @@ _WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state, _COPY_OF).joi
 )
 MAX_LAPSED_CLAIMS = 2
 """Claims of one submission that may run out before it is void."""
+UNRELIABLE_CLAIMS = 4
+"""One of so many claims is for a node that is not reliable, while submissions of reliable nodes wait too."""
+_RANK = case((IS_RELIABLE, given("reliable_rank")), else_=1)
 # Submissions whose claim ran out come last, so that they delay nothing else. Held-out work comes before other work, because the
-# end of the run waits for it. Then in the order of receipt. The validator whose claim ran out gets the same submission only after
-# others had `claim_s` to take it.
+# end of the run waits for it. Nodes with accepted work come before others: junk of new keys costs nothing, and would otherwise
+# delay every check. Then in the order of receipt. The validator whose claim ran out never gets the same submission next.
 _NEXT = Statement(
-    _WITH_LEASE.where(
+    _WITH_LEASE.join(nodes, nodes.c.node == submissions.c.node)
+    .where(
         leases.c.state == LeaseState.SUBMITTED.value,
         submissions.c.lapsed_claims <= given("most_lapses"),
-        or_(
-            submissions.c.lapsed_claims == 0,
-            submissions.c.claimed_by != given("validator"),
-            submissions.c.claimed_until_s < given("tried_before_s"),
-        ),
+        or_(submissions.c.lapsed_claims == 0, submissions.c.claimed_by != given("validator")),
     )
-    .order_by(submissions.c.lapsed_claims, leases.c.purpose, submissions.c.seq)
+    .order_by(submissions.c.lapsed_claims, leases.c.purpose, _RANK, submissions.c.seq)
     .limit(1)
 )
-_ONE = Statement(_WITH_LEASE.where(submissions.c.lease_id == given("id")))
+_LAST_CLAIMED = Statement(
+    select(case((IS_RELIABLE, 1), else_=0).label("reliable"))
+    .select_from(submissions)
+    .join(nodes, nodes.c.node == submissions.c.node)
+    .where(submissions.c.claimed_at_s.is_not(None))
+    .order_by(submissions.c.claimed_at_s.desc())
+    .limit(UNRELIABLE_CLAIMS - 1)
+)
+_ONE = Statement(
+    _WITH_LEASE.add_columns(leases.c.code, uploads.c.stored_at_s)
+    .join(uploads, uploads.c.lease_id == leases.c.lease_id)
+    .where(submissions.c.lease_id == given("id"))
+)
 _PREVIOUS_RECEIPT_S = Statement(
     select(submissions.c.received_at_s)
     .where(submissions.c.node == given("name"), submissions.c.seq < given("number"))
@@ -86,6 +99,37 @@ _LAPSED_CLAIMS = Statement(
     select(leases, submissions.c.lapsed_claims)
     .join(submissions, submissions.c.lease_id == leases.c.lease_id)
     .where(leases.c.state == LeaseState.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
+)
+_WAITING = Statement(
+    select(leases, submissions.c.claimed_by, submissions.c.claimed_until_s)
+    .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+    .where(
+        leases.c.state == LeaseState.SUBMITTED.value,
+        submissions.c.lapsed_claims > 0,
+        submissions.c.claimed_until_s < given("tried_before_s"),
+    )
+)
+_FRESH = Statement(
+    select(submissions.c.lease_id)
+    .join(leases, leases.c.lease_id == submissions.c.lease_id)
+    .where(leases.c.state == LeaseState.SUBMITTED.value, submissions.c.lapsed_claims == 0)
+    .limit(1)
+)
+_CHECKED_BY_OTHERS = Statement(
+    select(submissions.c.lease_id)
+    .join(leases, leases.c.lease_id == submissions.c.lease_id)
+    .where(leases.c.state == LeaseState.CHECKING.value, submissions.c.claimed_by != given("validator"))
+    .limit(1)
+)
+_UNCERTAIN_BEFORE = Statement(
+    select(leases.c.lease_id)
+    .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+    .where(
+        leases.c.code == UNCERTAIN,
+        leases.c.unit == given("unit"),
+        submissions.c.policy_version == given("version"),
+    )
+    .limit(1)
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
 
@@ -98,7 +142,7 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
         tx.db,
         validator=validator,
         most_lapses=0 if ask.fresh else MAX_LAPSED_CLAIMS,
-        tried_before_s=tx.now_s - coordinator.config.claim_s,
+        reliable_rank=2 if _is_turn_of_unreliable(tx.db) else 0,
     )
     if row is None:
         raise Rejected(
@@ -108,6 +152,13 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     move(tx, row, LeaseEvent.CLAIM)
     tx.update(SUBMISSIONS, row.lease_id, claimed_by=validator, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     return _to_claim(tx, coordinator, row, until_s=until_s)
+
+
+def _is_turn_of_unreliable(db: Connection) -> bool:
+    """Returns whether the last claims were all of reliable nodes. Without this the others would never be checked while reliable
+    nodes submit more than the validators can check."""
+    last = _LAST_CLAIMED.rows(db)
+    return len(last) == UNRELIABLE_CLAIMS - 1 and all(row.reliable for row in last)
 
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
@@ -120,10 +171,14 @@ def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Clai
 
 
 def stored_claim(db: Connection, lease_id: str) -> Claim:
-    """Returns a submission for an audit, without relays. Raises Rejected if the lease has none."""
+    """Returns a submission for an audit, without relays. Raises Rejected if the lease has none, or its file is deleted."""
     row = _ONE.row(db, id=lease_id)
     if row is None:
         raise Rejected("request.not_found", f"lease {lease_id} has no submission")
+    if row.state == LeaseState.REJECTED and row.stored_at_s is None:
+        raise Rejected(
+            "request.not_found", f"the file of lease {lease_id} was rejected ({row.code}) and is deleted"
+        )
     return _make_claim(row, checks="full", until_s=row.received_at_s)
 
 
@@ -175,6 +230,25 @@ def release_lapsed_claims(tx: Transaction, coordinator: Coordinator) -> None:
             )
     if rows and (newest := newest_version(tx.db)) is not None:
         void_stale(tx, coordinator, newest)
+    _void_refused_by_all(tx, coordinator)
+
+
+def _void_refused_by_all(tx: Transaction, coordinator: Coordinator) -> None:
+    """Voids submissions whose claim ran out and that no other validator takes: the run has one validator, or all are overloaded.
+
+    Another validator has `claim_s` to take it, and more while it has other submissions to check, but no more than `lease_s`.
+    """
+    config = coordinator.config
+    for lease in _WAITING.rows(tx.db, tried_before_s=tx.now_s - config.claim_s):
+        others_come = (
+            _FRESH.row(tx.db) is not None
+            or _CHECKED_BY_OTHERS.row(tx.db, validator=lease.claimed_by) is not None
+        )
+        if others_come and tx.now_s < lease.claimed_until_s + config.lease_s:
+            continue
+        waited_s = tx.now_s - lease.claimed_until_s
+        detail = f"a claim of {config.claim_s:.0f} s ran out, and no other validator took it within {waited_s:.0f} s"
+        void(tx, coordinator, lease, UNCHECKED, detail)
 
 
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
@@ -186,8 +260,13 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
     lease = find_lease(tx.db, lease_id)
     # Every verdict ends its lease, so an open lease has none.
     earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
-    convicted = earlier == ACCUMULATED and verdict.code in (ACCEPTED, UNCERTAIN)
-    if earlier is not None and earlier != verdict.code and not convicted:
+    # The evidence of other submissions may have changed the code of the validator's first answer.
+    changed = (earlier, verdict.code) in {
+        (ACCUMULATED, ACCEPTED),
+        (ACCUMULATED, UNCERTAIN),
+        (UNCERTAIN, ACCEPTED),
+    }
+    if earlier is not None and earlier != verdict.code and not changed:
         raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
     # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
     if earlier is not None or lease.state in TERMINAL:
@@ -198,7 +277,7 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
             "request.conflict", f"lease {lease_id} is {lease.state}: nobody claimed it for checking"
         )
     if verdict.code == ACCEPTED:
-        _check_accepted(lease, verdict)
+        _check_accepted(coordinator, lease, verdict)
         # The node lost its trust during the check, so the submission needs every check now.
         if submission.checks == "full" and verdict.checks != "full":
             if lease.state == LeaseState.CHECKING:
@@ -217,7 +296,12 @@ def _check_code(lease_id: str, verdict: Verdict) -> None:
         raise Rejected("request.malformed", f"{verdict.code[:80]!r} is not a verdict; wire/codes.py has them")
 
 
-def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
+def _check_accepted(coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
+    if _weights_share(coordinator, verdict) is None:
+        raise Rejected(
+            "request.malformed",
+            f"weights {str(verdict.evidence[credits.WEIGHTS])[:40]!r} were accepted, which the run does not admit",
+        )
     num_rows = lease.num_prompts * lease.samples_per_prompt
     if len(verdict.rewards) != num_rows:
         raise Rejected("request.malformed", f"{len(verdict.rewards)} rewards for {num_rows} rows")
@@ -237,17 +321,22 @@ def _apply(
 
     The evidence of all submissions together may convict a node whose submission alone is accepted or uncertain.
     """
-    convicted = accounts.add_evidence(tx, coordinator, get_node(tx.db, lease.node), verdict)
-    if convicted is not None:
+    repeated = _is_repeated(tx, lease, submission)
+    node = get_node(tx.db, lease.node)
+    found = accounts.add_evidence(tx, coordinator, node, verdict, repeated=repeated)
+    if found.convicted is not None or found.doubtful is not None:
         verdict = Verdict(
             lease_id=lease.lease_id,
-            code=ACCUMULATED,
-            detail=convicted,
+            code=ACCUMULATED if found.convicted is not None else UNCERTAIN,
+            detail=found.convicted or found.doubtful or "",
             evidence=verdict.evidence | {GIVEN_CODE: verdict.code},
+            checks=verdict.checks,
         )
     finding = verdict_kind(verdict.code)
     accepted = finding is VerdictKind.ACCEPTED
-    credit = credits.amount(verdict.output_tokens, coordinator.config.credit_factor) if accepted else 0
+    share = _weights_share(coordinator, verdict) or 0.0
+    factor = coordinator.config.credit_factor
+    credit = credits.amount(verdict.output_tokens, factor, share) if accepted else 0
     seq = tx.record(
         "verdict.given",
         lease_id=lease.lease_id,
@@ -288,10 +377,25 @@ def _apply(
             tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
         )
         if full and is_draw_open(submission.draw_rate, lease.purpose):
-            batches.release_held(tx, lease.node, lease.lease_id, submission.seq)
+            after = get_node(tx.db, lease.node)
+            batches.release_held(tx, coordinator, after, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
         change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
+
+
+def _is_repeated(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> bool:
+    """Returns whether the same work was uncertain before, with the same version.
+
+    The node owes it and gets it again, and an honest engine makes the same bits from it: they must not count as new evidence.
+    """
+    if lease.unit == lease.lease_id:
+        return False
+    return _UNCERTAIN_BEFORE.row(tx.db, unit=lease.unit, version=submission.policy_version) is not None
+
+
+def _weights_share(coordinator: Coordinator, verdict: Verdict) -> float | None:
+    return credits.weights_share(verdict.evidence, coordinator.spec.admitted_weights.model_dump())
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules import cumulative_evidence
-from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, Sums
+from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, RunEvidence, Sums
 from shoal.swarm.coordinator.rules.lease_account import (
     NETWORK,
     NODE,
@@ -27,9 +27,10 @@ from shoal.swarm.coordinator.rules.lease_account import (
     wait_s,
     weight_of,
 )
-from shoal.swarm.coordinator.store.schema import NOT_SUBMITTED, accounts, leases, nodes
+from shoal.swarm.coordinator.rules.lease_states import AWAITED
+from shoal.swarm.coordinator.store.schema import WITHOUT_VERDICT, accounts, leases, nodes
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Verdict
 
 ACCOUNTS = TableStatements(accounts)
@@ -41,12 +42,15 @@ FORGOTTEN = 20
 """Half-lives after which the account of a network is deleted."""
 RUN = "run"
 """Name of the row with the run's baseline."""
+NEW_NODES = "new nodes"
+"""Name of the row with the evidence about all new nodes."""
 
-_NOT_SUBMITTED = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
+_COUNT = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
+# Submitted ones too, until their verdict: new keys could otherwise submit junk faster than validators reject it.
 _OPEN_OF_NETWORK = Statement(
-    _NOT_SUBMITTED.where(leases.c.network == given("name"), NOT_SUBMITTED, nodes.c.accepted == 0)
+    _COUNT.where(leases.c.network == given("name"), WITHOUT_VERDICT, nodes.c.accepted == 0)
 )
-_OPEN_OF_OWNER = Statement(_NOT_SUBMITTED.where(nodes.c.owner == given("name"), NOT_SUBMITTED))
+_OPEN_OF_OWNER = Statement(_COUNT.where(nodes.c.owner == given("name"), leases.c.state.in_(AWAITED)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,7 @@ def _check_open(
     if opened >= most:
         raise Rejected(
             "request.too_early",
-            f"{opened} leases of {who} wait for their submissions, at most {most}; accepted work raises the limit",
+            f"{opened} leases of {who} wait for a submission or a verdict, at most {most}; accepted work raises the limit",
             retry_after_s=max(coordinator.config.retry_s, coordinator.config.lease_s / OPEN_RETRIES),
         )
 
@@ -170,30 +174,48 @@ def forget_networks(tx: Transaction, half_life_s: float) -> None:
 # -- evidence -----------------------------------------------------------------------------------------------
 
 
-def add_evidence(tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict) -> str | None:
-    """Adds the scores of a verdict to the evidence about the node and its owner.
+@dataclass(frozen=True, slots=True)
+class EvidenceFinding:
+    """What the evidence says about a submission, as sentences."""
 
-    Returns what convicts one of them, as a sentence; its sums begin at 0 again. None if nothing does.
-    """
+    convicted: str | None = None
+    """Why its node or owner is convicted; the sums begin at 0 again."""
+    doubtful: str | None = None
+    """Why the accepted work of a new node is uncertain."""
+
+
+def add_evidence(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, *, repeated: bool
+) -> EvidenceFinding:
+    """Adds the scores of a verdict to the evidence about the node, its owner and all new nodes. Repeated work adds nothing."""
     scores = cumulative_evidence.scores_of(verdict.code, verdict.evidence)
     if not scores:
-        return None
-    run = _find(tx, coordinator, RUN, NODE)
-    baseline = _parse(run.evidence)
-    _store(tx, run, run.account, _dump(cumulative_evidence.next_baseline(baseline, scores)))
-    found = None
-    for name, terms in _accounts_of(node, network=""):
-        row = _find(tx, coordinator, name, terms)
-        sums = cumulative_evidence.next_sums(_parse(row.evidence), scores, baseline)
-        statistic = cumulative_evidence.convicting(sums)
-        if statistic is not None:
-            found = (
-                f"{statistic}: the scores of {name[:22]} add up to {sums[statistic]:.1f} above honest work, at most "
-                f"{THRESHOLDS[statistic]:.1f}"
-            )
-            sums = {}
-        _store(tx, row, row.account, _dump(sums))
-    return found
+        return EvidenceFinding()
+    names = [RUN, NEW_NODES, *(name for name, _ in _accounts_of(node, network=""))]
+    rows = {name: _find(tx, coordinator, name, NODE) for name in names}
+    sums = {name: _parse(row.evidence) for name, row in rows.items()}
+    evidence = RunEvidence(sums.pop(RUN), sums.pop(NEW_NODES), sums)
+    is_new = node.accepted < cumulative_evidence.NEW_NODE
+    statistic = evidence.doubt(scores) if is_new and verdict.code == ACCEPTED else None
+    doubtful = None
+    if statistic is not None:
+        doubtful = (
+            f"{statistic}: the scores of all new nodes add up to more than honest work's, and this one is "
+            f"{scores[statistic]:.1f}; work of another seed, or more accepted work, is not affected"
+        )
+    if repeated:
+        return EvidenceFinding(doubtful=doubtful)
+    found = evidence.add(list(sums), scores, is_new=is_new)
+    after = {RUN: evidence.baseline, NEW_NODES: evidence.new_nodes} | evidence.sums
+    for name, row in rows.items():
+        if _dump(after[name]) != row.evidence:
+            _store(tx, row, row.account, _dump(after[name]))
+    if found is None:
+        return EvidenceFinding(doubtful=doubtful)
+    return EvidenceFinding(
+        f"{found.statistic}: the scores of {found.key[:22]} add up to {found.sum:.1f} above honest work, at most "
+        f"{THRESHOLDS[found.statistic]:.1f}"
+    )
 
 
 def _parse(text: str) -> Sums:

@@ -1,21 +1,23 @@
 """Admission: whether an unknown key may enrol. The run file chooses one policy for the run.
 
 open     any key
-invite   keys with an invitation code from the operator; each code can be used a number of times
+invite   keys with an invitation code from the operator; each code can be used a number of times. Also keys of `allow`
 allow    keys, or owners' keys, that the operator listed
 work     keys with a proof of work: SHA-256 over run key, node and nonce begins with `work_bits` zero bits
-stake    keys, or owners' keys, with a balance. It limits how many leases they hold, and each rejection reduces it
+stake    keys, or owners' keys, with a balance. It limits how many leases they hold, and each rejection reduces it. All nodes of an
+         owner share its balance
 """
 
 import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.rules.lease_states import OPEN
 from shoal.swarm.coordinator.rules.trust import Trust
-from shoal.swarm.coordinator.store.schema import admissions, nodes, revoked_keys
+from shoal.swarm.coordinator.store.schema import admissions, leases, nodes, revoked_keys
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import check_delegation, work_bits
 from shoal.wire.messages import Enrol, Enrolled
@@ -85,6 +87,8 @@ def _admit_any(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str
 
 
 def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    if _is_allowed(tx, owner):
+        return
     digest = invite_digest(ask.invite)
     found = tx.db.execute(
         select(admissions).where(admissions.c.kind == "invite", admissions.c.subject == digest)
@@ -99,11 +103,16 @@ def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner:
 
 
 def _admit_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
-    if not any(amount_of(tx.db, "allow", key) for key in (tx.actor, owner) if key):
+    if not _is_allowed(tx, owner):
         raise Rejected(
             "request.not_admitted",
             f"this run admits only keys that the operator listed; {tx.actor} is not one of them",
         )
+
+
+def _is_allowed(tx: Transaction, owner: str | None) -> bool:
+    """Returns whether the operator listed the calling key or its owner."""
+    return any(amount_of(tx.db, "allow", key) for key in (tx.actor, owner) if key)
 
 
 def _admit_by_work(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
@@ -184,3 +193,23 @@ def staked_leases(db: Connection, coordinator: Coordinator, account: str) -> int
     if coordinator.config.admission != "stake":
         return None
     return amount_of(db, "stake", account) // coordinator.config.stake_per_lease
+
+
+def check_stake(tx: Transaction, coordinator: Coordinator, account: str) -> None:
+    """Raises Rejected if the stake of an account covers no further lease.
+
+    Submissions without a verdict count too: the stake is taken only when a lie is found, so any number of lies could otherwise be on
+    their way for the stake of one.
+    """
+    covered = staked_leases(tx.db, coordinator, account)
+    if covered is None:
+        return
+    of_account = func.coalesce(nodes.c.owner, nodes.c.node) == account
+    held = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
+    opened = int(tx.db.execute(held.where(of_account, leases.c.state.in_(OPEN))).scalar_one())
+    if opened >= covered:
+        raise Rejected(
+            "request.too_early",
+            f"the stake of {account[:16]} covers {covered} leases, and {opened} of its nodes' leases have no verdict yet",
+            retry_after_s=coordinator.config.retry_s,
+        )

@@ -36,6 +36,8 @@ from shoal.wire.requirements import unmet_needs
 from shoal.wire.run_spec import PROTOCOL
 
 NODES = TableStatements(nodes)
+IS_RELIABLE = (nodes.c.accepted > 0) & (nodes.c.trust != Trust.QUARANTINED.value)
+"""Nodes whose submissions are expected to be accepted. Keys are free, so others may submit any amount of junk."""
 
 
 def find_node(db: Connection, key: str) -> Row[Any] | None:

@@ -23,7 +23,12 @@ from shoal.wire.ticket import TICKET_S, Ticket
 NOT_TRIED = "the coordinator has not tried its URL yet"
 
 _ALL = Statement(select(relays).order_by(relays.c.url))
-_OF_KEY = Statement(select(relays.c.url).where(relays.c.key == given("key")).limit(1))
+_OF_KEY = Statement(
+    select(relays.c.url, relays.c.last_seen_s)
+    .where(relays.c.key == given("key"))
+    .order_by(relays.c.last_seen_s.desc())
+    .limit(1)
+)
 _ORIGIN = Statement(select(policies.c.origin_url).order_by(policies.c.version.desc()).limit(1))
 
 
@@ -80,7 +85,20 @@ def is_relay_key(db: Connection, key: str) -> bool:
 
 
 def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
-    """Returns a ticket for the calling key, which the router has checked: a member that is not ejected. Records nothing."""
+    """Returns a ticket for the calling key, which the router has checked: a member that is not ejected. Records nothing.
+
+    Raises Rejected for a relay that is offline. No report is accepted after the end of its delegation, so its key gets no tickets
+    then either.
+    """
+    is_member = tx.node is not None or tx.actor in coordinator.roles
+    if not is_member and (relay := _OF_KEY.row(tx.db, key=tx.actor)) is not None:
+        heard = liveness(relay.last_seen_s, tx.now_s, coordinator.config.heartbeat_s)
+        if heard is Liveness.OFFLINE:
+            raise Rejected(
+                "request.revoked",
+                f"relay {relay.url} has not reported with a valid delegation for {tx.now_s - relay.last_seen_s:.0f} s; its next "
+                "report lets it have tickets again",
+            )
     return make_ticket(coordinator, tx.actor, tx.now_s)
 
 

@@ -6,11 +6,13 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
-from shoal.swarm.coordinator.store.schema import policies
+from shoal.swarm.coordinator.store.schema import calibrations, policies
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
 from shoal.wire.messages import Announce, Origin, Recorded
+from shoal.wire.proof_noise import LaterNoise
 from shoal.wire.record import Sealed
+from shoal.wire.run_spec import RunSpec
 
 
 def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recorded:
@@ -67,6 +69,26 @@ def origin(db: Connection) -> Origin:
     return Origin(url=row.origin_url)
 
 
+def _calibrate(tx: Transaction, spec: RunSpec, later: LaterNoise, version: int) -> None:
+    """Records a calibration that judges the work of `version`, which is being published, and of later versions.
+
+    No work of that version exists yet, so the same calibration judges all of it, here and in every audit.
+    """
+    if later.from_version != version:
+        raise Rejected(
+            "request.malformed",
+            f"the calibration is from version {later.from_version} on, the manifest is of {version}",
+        )
+    try:
+        RunSpec.model_validate(spec.model_dump() | {"later_noise": (later.model_dump(),)})
+    except ValueError as error:
+        raise Rejected(
+            "request.malformed", f"the calibration does not fit the run's terms: {error}"
+        ) from None
+    tx.record("run.calibrated", **later.model_dump(mode="json"))
+    tx.write(insert(calibrations).values(from_version=version, body=later.model_dump_json()))
+
+
 def _check_manifest(manifest: Manifest, told: Announce, run: str) -> None:
     if manifest.run != run:
         raise Rejected("request.conflict", f"the manifest is of run {manifest.run[:80]!r}, this is {run!r}")
@@ -101,6 +123,8 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
             seq=seq,
         )
     )
+    if told.noise is not None:
+        _calibrate(tx, coordinator.spec, told.noise, manifest.version)
     batches.retire_stale(tx, manifest.version, coordinator.spec.max_lag)
     lifecycle.void_stale(tx, coordinator, manifest.version)
     if evaluations.plan_evaluation(tx, coordinator, manifest.version):

@@ -1,14 +1,16 @@
-"""Credit: verified output tokens times the model's factor. It is held for a day, then final. Pure functions.
+"""Credit: verified output tokens times the model's factor, and times the share of rounded weights. It is held for a day, then final. Pure functions.
 
 While credit is held, credit that was given without every check is revoked if the node is caught. So a false submission that
 the draw did not choose gains nothing for a day, and being caught costs everything that was earned unchecked that day.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.swarm.coordinator.rules.trust import Trust
 
+WEIGHTS = "weights"
+"""Key of a verdict's evidence: the format that the worker declared its weights to be rounded to."""
 _SUSPENDED = (Trust.QUARANTINED, Trust.BANNED)
 
 
@@ -32,9 +34,15 @@ class Balance:
     held: int
 
 
-def amount(output_tokens: int, factor: float) -> int:
-    """Returns the credit for a number of verified output tokens."""
-    return int(output_tokens * factor)
+def amount(output_tokens: int, factor: float, share: float = 1.0) -> int:
+    """Returns the credit for a number of verified output tokens. `share` is below 1 for tokens made with rounded weights."""
+    return int(output_tokens * factor * share)
+
+
+def weights_share(evidence: Mapping[str, object], admitted: Mapping[str, float | None]) -> float | None:
+    """Returns the share of credit for the weights that a verdict's evidence names; None if the run does not admit them."""
+    format = evidence.get(WEIGHTS)
+    return 1.0 if format is None else admitted.get(str(format))
 
 
 def held_since_s(trust: Trust, trust_since_s: float, now_s: float, hold_s: float) -> float:

@@ -22,18 +22,24 @@ of LIFE submissions has at most LIFE starts in each of the tests, so that
     h = ln(LIFE * number of tests / RATE) / t
 
 convicts an honest node with probability at most RATE = 1e-5 in a life of 10,000 submissions; owners have sums of their own. With MEAN
-0.5, VARIANCE 1.5, DRIFT 1 and CLIP 4: t = 0.44, h = 51.6. Scores of 1.4 on average convict after about 130 submissions, 2 after 52, 4
+0.5, VARIANCE 1.5, DRIFT 1 and CLIP 4: t = 0.44, h = 51.9. Scores of 1.4 on average convict after about 130 submissions, 2 after 52, 4
 and more after 18. Of 40 honest submissions of the model `tiny` in bfloat16 the five scores had means of -0.3 to 0.2 and
 variances of 0.6 to 1.4.
 
+A node that takes a new key before it is convicted has sums of 0 again. So all nodes with fewer than NEW_NODE accepted submissions
+share another CUSUM, and do not move the baseline: otherwise keys that are thrown away could raise it for everybody. While the sum of
+the new nodes is above its threshold, and no conviction has explained it, their work is void.uncertain if its score is DOUBTFUL or
+more above the baseline. Such work is not trained on and costs no trust beyond the streak, since one in forty honest submissions is as far off.
+
 Submissions that are void.uncertain have a test of their own with scores 1 and 0. Of honest work at most UNCERTAIN_RATE may be uncertain
-(measured: 13 of 12,288). Seven in a row convict.
+(measured: 13 of 12,288). Seven in a row convict. Submissions that were decoded again have another such test, in which the others do not
+count: of a node that always uses old weights only the replayed share is uncertain, so the first test would never convict it.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shoal.wire.codes import ACCEPTED, UNCERTAIN
 
@@ -42,8 +48,13 @@ RATE = 1e-5
 STEP = 0.01
 """Change of the baseline by one submission."""
 UNCERTAIN_RATE = 0.01
+NEW_NODE = 20
+"""Accepted submissions from which a node is no longer new. The largest scores convict after 18."""
+DOUBTFUL = 2.0
 CALIBRATED = ("draws", "logprobs", "mismatches", "mantissas")
 """Statistics whose standard scores need a calibration. `z_NAME` in the evidence of a verdict has them."""
+REPLAY, REPLAY_SCORES = "replay", {"equal": 0.0, "differs": 1.0}
+"""Key in the evidence of what a decode replay found, and the scores of its findings. Other values mean that nothing was compared."""
 GIVEN_CODE = "verdict"
 """Key in the evidence of a conviction: the validator's own code for the submission."""
 
@@ -82,6 +93,7 @@ UNCERTAIN_TEST = CumulativeTest(
 TESTS: dict[str, CumulativeTest] = {
     **dict.fromkeys((*CALIBRATED, "surprise", "lack of surprise"), SCORE_TEST),
     "uncertain": UNCERTAIN_TEST,
+    "replays": UNCERTAIN_TEST,
 }
 THRESHOLDS = {name: math.log(LIFE * len(TESTS) / RATE) / test.exponent() for name, test in TESTS.items()}
 
@@ -99,6 +111,8 @@ def scores_of(code: str, evidence: Mapping[str, Any]) -> Sums:
         if (value := _number(evidence.get(f"z_{name}"))) is not None:
             scores[name] = value
     scores["uncertain"] = 1.0 if code == UNCERTAIN else 0.0
+    if (found := evidence.get(REPLAY)) in REPLAY_SCORES:
+        scores["replays"] = REPLAY_SCORES[found]
     return scores
 
 
@@ -126,6 +140,49 @@ def convicting(sums: Mapping[str, float]) -> str | None:
     """Returns the statistic whose sum passes its threshold by the largest factor; None if no sum does."""
     worst = max(sums, key=lambda name: sums[name] / THRESHOLDS[name], default=None)
     return worst if worst is not None and sums[worst] > THRESHOLDS[worst] else None
+
+
+class Conviction(NamedTuple):
+    """The sum that passed its threshold."""
+
+    key: str
+    statistic: str
+    sum: float
+
+
+@dataclass(slots=True)
+class RunEvidence:
+    """The evidence about nodes and owners, by key, and about all new nodes together."""
+
+    baseline: Sums = field(default_factory=dict)
+    new_nodes: Sums = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    def doubt(self, scores: Mapping[str, float]) -> str | None:
+        """Returns the statistic in which the work of a new node is doubtful; None if it is not."""
+        for name in (*CALIBRATED, "surprise", "lack of surprise"):
+            above = scores.get(name, 0.0) - self.baseline.get(name, 0.0)
+            if above >= DOUBTFUL and self.new_nodes.get(name, 0.0) > THRESHOLDS[name]:
+                return name
+        return None
+
+    def add(self, keys: Sequence[str], scores: Mapping[str, float], *, is_new: bool) -> Conviction | None:
+        """Adds the scores of a submission to the evidence about its node and owner. Returns what convicts one of them, if anything."""
+        found, before = None, self.baseline
+        for key in keys:
+            sums = next_sums(self.sums.get(key, {}), scores, before)
+            if (statistic := convicting(sums)) is not None:
+                found, sums = Conviction(key, statistic, sums[statistic]), {}
+            self.sums[key] = sums
+        if not is_new:
+            self.baseline = next_baseline(before, scores)
+        elif found is not None:
+            self.new_nodes = {}
+        else:
+            after = next_sums(self.new_nodes, scores, before)
+            # A bound lets the doubt end when the false work does.
+            self.new_nodes = {name: min(value, 2 * THRESHOLDS[name]) for name, value in after.items()}
+        return found
 
 
 def _number(value: Any) -> float | None:

@@ -65,9 +65,9 @@ class PlanningInputs:
     ready_groups: int
     """Groups that wait for a batch. With `stale = "wait"`, only those that the next batch may still use; leased groups likewise."""
     proven_groups: int
-    """Groups in open train leases that are delivered or held by proven nodes."""
+    """Groups in open train leases that proven nodes hold, or that nodes with accepted work have delivered."""
     newcomer_groups: int
-    """Groups in open train leases held by newcomers."""
+    """Groups in the other open train leases."""
     ahead: int = 0
     """Nodes that were refused before this one asked, and are expected back."""
     batch_formed: bool = False

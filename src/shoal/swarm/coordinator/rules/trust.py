@@ -11,6 +11,7 @@ A submission that was accepted without every check builds no trust.
 
 import hashlib
 import hmac
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -138,9 +139,10 @@ def _after_order(standing: NodeStanding, event: TrustEvent, now_s: float) -> Nod
     if event is TrustEvent.UPHELD:
         return _after_appeal(replace(standing, rejected=max(0, standing.rejected - 1)), now_s)
     if event is TrustEvent.LEAVE:
-        return _move(standing, Trust.RETIRED, now_s)
-    if event is TrustEvent.RETURN:
         # Otherwise a node could end its quarantine by leaving and coming back.
+        return standing if standing.trust is Trust.QUARANTINED else _move(standing, Trust.RETIRED, now_s)
+    if event is TrustEvent.RETURN:
+        # It may have left before its last submission was refused.
         back = Trust.QUARANTINED if standing.rejected else Trust.PROBATION
         left = standing.trust is Trust.RETIRED
         return _move(replace(standing, streak=0), back, now_s) if left else standing
@@ -194,6 +196,32 @@ def gets_every_check(epoch_secret: bytes, lease_id: str, sha256: str, rate: floa
     return check_draw(epoch_secret, lease_id, sha256) < rate
 
 
+MAX_FABRICATED = 0.0005
+"""Largest expected share of fabricated groups among those trained on, in a run of any length and with any number of liars. Half of
+the 0.1 % that is promised, because single runs vary."""
+
+
+def is_usable(draw: float, rate: float, max_unchecked_share: float) -> bool:
+    """Returns whether the groups of a submission that its draw spared may be used after a later check.
+
+    Each check makes room for so many of them that they are at most `max_unchecked_share` of what is used, and the same draw chooses
+    them. A node does not know the draw, so each of its lies that may be trained on comes with a check of a lie: in expectation
+    share / (1 - share) of its lies are used before it is caught, however it chooses them.
+    """
+    return draw * (1.0 - max_unchecked_share) < rate
+
+
+def checks_before_release(check_rate: float, max_unchecked_share: float) -> float:
+    """Returns how many submissions of a node must pass every check in a row before groups of its spared ones are used.
+
+    They are so many that the lies which are used before it is caught are less than MAX_FABRICATED of its work, also if it begins to
+    lie after exactly these. A short run therefore uses nothing unchecked. Infinite if neither limit bounds the lies.
+    """
+    by_rate = (1.0 - check_rate) / check_rate if check_rate else math.inf
+    by_share = max_unchecked_share / (1.0 - max_unchecked_share) if max_unchecked_share < 1 else math.inf
+    return min(by_rate, by_share) / MAX_FABRICATED
+
+
 def is_draw_open(rate: float, purpose: str) -> bool:
     """Returns whether a node could not know that its submission would get every check, so that passing it says something about
     the submissions that were spared. Held-out work and submissions drawn at rate 1 always get every check."""
@@ -211,6 +239,12 @@ def open_leases(standing: NodeStanding, *, most: int, trusted_after: int) -> int
 def lease_prompts(standing: NodeStanding, *, most: int) -> int:
     """Returns how many prompts the node's next lease may have: `most`, halved by each lapse."""
     return max(1, most >> min(16, standing.lapses))
+
+
+def owed_lease_s(standing: NodeStanding, *, lease_s: float, num_prompts: int) -> float:
+    """Returns the time for work that the node owes. Each prompt gets as long as in a lease that lapses have shortened, but no prompt
+    is left out: a node that let a lease expire could otherwise drop its second half."""
+    return lease_s * num_prompts / lease_prompts(standing, most=num_prompts)
 
 
 def next_lease_s(standing: NodeStanding, *, lease_s: float) -> float:

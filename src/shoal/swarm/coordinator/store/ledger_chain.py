@@ -85,6 +85,7 @@ _PLAIN = {
     "run.opened": ("run opened", ("run",)),
     "node.enrolled": ("node enrolled", ("node", "software")),
     "node.trusted": ("node trusted", ("node", "reason")),
+    "run.calibrated": ("calibration repeated", ("from_version", "moved")),
     "policy.published": ("policy published", ("version", "num_bytes")),
     "policy.rederived": (
         "policy made again with other bits; the announced weights stay",

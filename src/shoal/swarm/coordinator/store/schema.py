@@ -27,7 +27,7 @@ SCHEMA_VERSION = 6
 
 metadata = MetaData()
 
-NOT_SUBMITTED = text("state IN ('issued', 'uploading')")
+WITHOUT_VERDICT = text("state IN ('issued', 'uploading', 'submitted', 'checking')")
 """As text: SQLite uses a partial index only for a query that has the same constants."""
 
 run = Table(
@@ -122,6 +122,15 @@ policies = Table(
     Column("seq", Integer, nullable=False),
 )
 
+# The calibrations that were repeated during the run; the ledger has them too.
+calibrations = Table(
+    "calibrations",
+    metadata,
+    Column("from_version", Integer, primary_key=True, autoincrement=False),
+    # wire/proof_noise.py LaterNoise
+    Column("body", Text, nullable=False),
+)
+
 leases = Table(
     "leases",
     metadata,
@@ -156,7 +165,7 @@ leases = Table(
     Index("leases_by_node", "node", "state"),
     Index("leases_by_epoch", "epoch", "state"),
     Index("leases_by_evaluation", "eval_version", "state"),
-    Index("leases_by_network", "network", sqlite_where=NOT_SUBMITTED, postgresql_where=NOT_SUBMITTED),
+    Index("leases_by_network", "network", sqlite_where=WITHOUT_VERDICT, postgresql_where=WITHOUT_VERDICT),
 )
 
 # Lost leases and evidence by node, owner and network (rules/lease_account.py, rules/cumulative_evidence.py).

@@ -57,12 +57,12 @@ MAX_TEXT = 1200
 
 
 def take_snapshot(db: Connection, context: ViewContext, curve: Curve | None = None) -> Snapshot:
-    """Returns all sections of the page. A caller that caches the curve passes it, so that not every step is read again."""
+    """Returns all sections of the page. A caller that caches the curve passes it; else all steps are read, for a report."""
     current = stats.stats(db, context)
     return Snapshot(
         terms=_terms(db, context),
         now=_now(current),
-        curve=read_curve(db) if curve is None else curve,
+        curve=make_curve(stats.read_reports(db), REPORT_POINTS) if curve is None else curve,
         evaluations=current.evaluations,
         workers=_workers(db, current),
         verdicts=count_codes(current.submissions),
@@ -144,6 +144,7 @@ def _now(current: Stats) -> Now:
         bytes_published=current.bytes_published,
         trainer_disk_bytes=0 if current.latest is None else current.latest.disk_bytes,
         tokens=current.tokens,
+        train_passes=3 if current.latest is None else current.latest.train_passes,
         server_time_s=round(current.server_time_s, 1),
     )
 
@@ -184,20 +185,6 @@ def _end_of(db: Connection, current: Stats) -> float:
 # -- the curve --------------------------------------------------------------------------------------------
 
 
-def read_reports(db: Connection, after_version: int = 0) -> list[StepReport]:
-    """Returns the trainer's reports on all steps that produced a version after `after_version`."""
-    query = (
-        select(policies.c.report)
-        .where(policies.c.report.is_not(None), policies.c.version > after_version)
-        .order_by(policies.c.version)
-    )
-    return [StepReport.parse(report) for report in db.execute(query).scalars()]
-
-
-def read_curve(db: Connection) -> Curve:
-    return make_curve(read_reports(db))
-
-
 def make_curve(steps: Sequence[StepReport], max_points: int = MAX_POINTS) -> Curve:
     """Returns a curve of at most `max_points` points. Each is the mean of the same number of steps; the last may have fewer."""
     size = -(-len(steps) // max_points) or 1
@@ -208,11 +195,18 @@ def make_curve(steps: Sequence[StepReport], max_points: int = MAX_POINTS) -> Cur
             round(sum(getattr(step, name) for step in point) / len(point), digits) for point in points
         )
 
+    accepted_rewards = [
+        _weighted_mean(point, "accepted_reward_mean", "accepted_rollouts", 4) for point in points
+    ]
     return Curve(
         steps_per_point=size,
         version=tuple(point[-1].version for point in points),
         reward=means("reward_mean", 4),
-        accepted_reward=tuple(_accepted_reward(point) for point in points),
+        # Points without accepted rollouts have the mean of the trained ones.
+        accepted_reward=tuple(
+            trained if accepted is None else accepted
+            for accepted, trained in zip(accepted_rewards, means("reward_mean", 4), strict=True)
+        ),
         accepted_rollouts=tuple(sum(step.accepted_rollouts for step in point) for point in points),
         answer_tokens=means("answer_tokens_mean", 1),
         lag=means("lag_mean", 2),
@@ -249,7 +243,10 @@ def _task_curve(points: Sequence[Sequence[TaskFigures | None]]) -> TaskCurve:
     )
 
 
-def _weighted_mean(steps: Sequence[TaskFigures | None], value: str, weight: str, digits: int) -> float | None:
+def _weighted_mean(
+    steps: Sequence[StepReport | TaskFigures | None], value: str, weight: str, digits: int
+) -> float | None:
+    """Returns the mean of the steps that have the value, weighted by another of their figures; None if no step has it."""
     pairs = [(getattr(one, value), getattr(one, weight)) for one in steps if one is not None]
     known: list[tuple[float, int]] = [(mean, count) for mean, count in pairs if mean is not None and count]
     if not known:
@@ -260,18 +257,6 @@ def _weighted_mean(steps: Sequence[TaskFigures | None], value: str, weight: str,
 def _short(value: float) -> float:
     """Returns a number with four significant digits: these columns range from 1e-6 to 1e6."""
     return float(f"{value:.4g}")
-
-
-def _accepted_reward(steps: Sequence[StepReport]) -> float:
-    """Returns the mean reward of all rollouts accepted for these steps; without any, that of the trained ones."""
-    known = [
-        (step.accepted_reward_mean, step.accepted_rollouts)
-        for step in steps
-        if step.accepted_reward_mean is not None and step.accepted_rollouts
-    ]
-    if not known:
-        return round(sum(step.reward_mean for step in steps) / len(steps), 4)
-    return round(sum(mean * count for mean, count in known) / sum(count for _, count in known), 4)
 
 
 # -- workers ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
 from shoal.swarm.coordinator.config import NAMES_FILE, NOTICES_FILE, CoordinatorConfig
-from shoal.swarm.coordinator.context import Coordinator, is_finished, newest_version
+from shoal.swarm.coordinator.context import Coordinator, is_finished, newest_version, spec_now
 from shoal.swarm.coordinator.leases import evaluations
 from shoal.swarm.coordinator.leases.batches import (
     count_by_state,
@@ -98,7 +98,7 @@ def _trainer_reason(now: Situation) -> str | None:
     if newest == now.last_version:
         return None
     if now.batch_formed:
-        return f"the trainer: it has the batch of version {newest} and has not published version {newest + 1}"
+        return f"the trainer: it is training version {newest + 1}"
     if now.ready_groups >= now.groups_needed:
         return f"the trainer: {now.groups_needed} groups are ready for version {newest}, not collected yet"
     return None
@@ -220,7 +220,7 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         protocol=PROTOCOL,
         software=f"shoal {__version__}",
         run_key=coordinator.run_key.public,
-        spec=coordinator.spec,
+        spec=spec_now(db, coordinator.spec),
         newest_version=newest_version(db),
         finished=is_finished(db, coordinator.spec),
         server_time_s=coordinator.clock(),
@@ -372,12 +372,17 @@ def read_names(folder: Path) -> dict[str, str]:
 
 def history(db: Connection) -> History:
     """Returns what GET /v1/history answers."""
-    reports = db.execute(
-        select(policies.c.report).where(policies.c.report.is_not(None)).order_by(policies.c.version)
-    ).scalars()
-    return History(
-        steps=tuple(StepReport.parse(report) for report in reports), evaluations=evaluations.views(db)
+    return History(steps=tuple(read_reports(db)), evaluations=evaluations.views(db))
+
+
+def read_reports(db: Connection, after_version: int = 0) -> list[StepReport]:
+    """Returns the trainer's reports on all steps that produced a version after `after_version`."""
+    query = (
+        select(policies.c.report)
+        .where(policies.c.report.is_not(None), policies.c.version > after_version)
+        .order_by(policies.c.version)
     )
+    return [StepReport.parse(report) for report in db.execute(query).scalars()]
 
 
 def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:

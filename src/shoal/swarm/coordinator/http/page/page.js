@@ -122,13 +122,14 @@ const draw = {
     const first = kinds.length > 1 ? kinds.map(([task, group]) => `${task} ${group[group.length - 1].reward_mean.toFixed(3)}`).join(", ")
       : held.length > 1 ? `from ${held[0].reward_mean.toFixed(3)} at version ${held[0].version}` : "on problems that are never trained on";
     figures(byId("figures"), [
-      ["Policy version", `${version} / ${terms.last_version}`, "", (now.newest_version || 0) / terms.last_version],
+      ["Policy version", `${version} / ${terms.last_version}`, "", terms.last_version ? (now.newest_version || 0) / terms.last_version : 1],
       ["Reward", last < 0 ? "–" : curve.reward[last].toFixed(3), last < 0 ? "no step yet" : rewardNote(curve, last)],
       ["Held-out reward", held.length ? held[held.length - 1].reward_mean.toFixed(3) : "–", first],
       ["Tokens per second", whole(now.generation_tokens_per_s), "accepted work of all workers"],
       ["Lag", last < 0 ? "–" : curve.lag[last].toFixed(1), last < 0 ? "versions behind" : `versions behind, at most ${curve.lag_max[last]}`],
       ["Workers", String(now.live_workers), `live of ${plural(workers.length, "enrolled", "enrolled")}`],
     ]);
+    say(byId("tokens-words"), tokensWords(now));
     link(now.finished ? "done" : inlined ? "done" : "live");
   },
 
@@ -193,10 +194,10 @@ const draw = {
   head({ head, terms }) {
     if (!head) return;
     facts(byId("ledger"), [
-      ["Events", `${whole(head.seq)}, the last ${head.type} at ${when(head.time_s)} UTC`],
+      ["Events", `${whole(head.seq)}, the last at ${when(head.time_s)} UTC`],
       ["Head", head.hash, "mono"],
       ["Run key", terms.run_key, "mono"],
-      ["Verify it", inlined ? "shoal ledger verify URL, with the URL of this run's coordinator" : `shoal ledger verify ${location.href.split("#")[0].replace(/\/$/, "")}`, "mono"],
+      ["Verify it", inlined ? "shoal ledger verify RUN, with this run's folder or the URL of its coordinator" : `shoal ledger verify ${location.href.split("#")[0].replace(/\/$/, "")}`, "mono"],
     ]);
   },
 };
@@ -205,10 +206,12 @@ const uses = { terms: ["now", "head"], curve: ["now"], evaluations: ["now"], wor
 
 // The task and its file. Digests are of no use to a reader: the ledger has them.
 function taskWords(terms) {
-  const titles = (terms.tasks || []).map((one) => one.label);
+  const tasks = terms.tasks || [];
+  const differ = new Set(tasks.map((one) => one.temperature)).size > 1;
+  const titles = tasks.map((one) => differ ? `${one.label} at temperature ${one.temperature}` : one.label);
   const name = titles.length > 1 ? titles.join(", ") : terms.task;
   const files = [...new Set(Object.values(terms.files || {}))];
-  const options = Object.entries(terms.options).filter(([, value]) => !/^sha256:|[/\\]/.test(String(value))).map(([option, value]) => `${option.replaceAll("_", " ")} ${value}`);
+  const options = Object.entries(terms.options).filter(([, value]) => !/^sha256:|[/\\]/.test(String(value)) && String(value).length <= 40).map(([option, value]) => `${option.replaceAll("_", " ")} ${value}`);
   const shown = titles.length > 1 ? [] : [...files, ...options.slice(0, 4)];
   return `learning ${name}${shown.length ? `, ${shown.join(", ")}` : ""}`;
 }
@@ -257,10 +260,13 @@ function drawTimeline({ timeline, workers }) {
   const [svg, width] = canvas("timeline", Math.max(60, height));
   const left = 84;
   const x = (at) => left + (1 + at / timeline.span_s) * (width - left - 4);
-  for (const at of ticks(-timeline.span_s, 0)) {
-    svg.append(el("line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: height - 20 }),
-      el("text", { x: x(at), y: height - 4, "text-anchor": at ? "middle" : "end" }, at ? `${seconds(-at)} ago` : state.now.finished ? "the end" : "now"));
-  }
+  const marks = ticks(-timeline.span_s, 0).reverse();
+  const worded = marks.length > 1 && x(marks[0]) - x(marks[1]) < 80 ? 2 : 1; // on a phone the words of all marks would collide
+  marks.forEach((at, place) => {
+    svg.append(el("line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: height - 20 }));
+    if (place % worded) return;
+    svg.append(el("text", { x: x(at), y: height - 4, "text-anchor": at ? "middle" : "end" }, at ? `${seconds(-at)} ago` : state.now.finished ? "the end" : "now"));
+  });
   let y = 6;
   for (const lane of lanes) {
     svg.append(el("text", { x: 0, y: y + 10 }, lane.label));
@@ -306,6 +312,13 @@ function timelineWords({ spans, span_s }) {
   return `Sum of all bars in the last ${seconds(span_s)}: ${words.join(", ")}. Pale bars are held-out work.`;
 }
 
+function tokensWords({ tokens, train_passes: passes }) {
+  if (!tokens || !tokens.trained) return "";
+  const ratio = (tokens.generated + tokens.checked) / (passes * tokens.trained);
+  return `Output tokens of accepted work: ${whole(tokens.generated)} generated (${whole(tokens.held_out)} held out), ${whole(tokens.checked)} checked, ${whole(tokens.trained)} trained on, ${whole(tokens.dropped)} dropped, ${whole(tokens.unused)} unused. ` +
+    `FLOPs of training : inference = 1 : ${ratio.toFixed(2)} (a trained token is ${passes} forward passes, a generated and a checked one 1 each).`;
+}
+
 function drawReleases({ releases, now }) {
   const [svg, width] = canvas("releases", 70);
   const most = Math.max(1, ...releases.map((one) => one.num_bytes));
@@ -320,7 +333,8 @@ function drawReleases({ releases, now }) {
     if (releases.length * step > 160) svg.append(el("text", { x: releases.length * step - 2, y: 68, "text-anchor": "end" }, releases[releases.length - 1].version));
   }
   const newest = releases[releases.length - 1];
-  const text = newest ? `Version ${newest.version} has ${bytes(newest.num_bytes)}, the largest one shown ${bytes(most)}; all ${plural((now.newest_version || 0) + 1, "version")} together ${bytes(now.bytes_published)}.` : "No version has been published yet.";
+  const disk = now.trainer_disk_bytes ? ` The trainer's folder takes ${bytes(now.trainer_disk_bytes)} of its disk.` : "";
+  const text = newest ? `Version ${newest.version} has ${bytes(newest.num_bytes)}, the largest one shown ${bytes(most)}; all ${plural((now.newest_version || 0) + 1, "version")} together ${bytes(now.bytes_published)}.${disk}` : "No version has been published yet.";
   svg.setAttribute("aria-label", text);
   say(byId("cast-words"), text);
 }
@@ -361,9 +375,10 @@ function drawNode(id, page) {
   }
   const node = page.node;
   const trust = node.trust === "banned" ? "ejected" : node.trust;
+  const ended = state.now && state.now.finished;
   say(byId("node-words"), `${trust}: ${page.trust_reason}. ${page.software}, enrolled ${when(page.enrolled_at_s)} UTC, last seen ${when(page.last_seen_s) || "never"}.`);
   figures(byId("node-figures"), [
-    ["State", node.trust === "banned" ? "ejected" : node.liveness, node.trust === "banned" ? "gets no more work" : node.phase || " "], ["Credit", whole(node.credit), "verified tokens"],
+    ["State", trust === "ejected" ? trust : ended ? "done" : node.liveness, ended || trust === "ejected" ? stateWords(node, state.now) : node.phase || " "], ["Credit", whole(node.credit), "verified tokens"],
     ["Speed", whole(node.verified_tokens_per_s), "verified tokens per second"], ["Accepted", whole(node.accepted), "submissions"],
     ["Refused", whole(node.rejected), "submissions"], ["Void", whole(node.void), "leases, without blame"],
   ]);

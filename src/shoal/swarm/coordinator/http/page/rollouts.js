@@ -45,7 +45,8 @@ function sampleBox(sample) {
   const length = `${plural(sample.num_tokens, "token")}${sample.ended ? "" : ", cut off"}`;
   return el("figure", { class: "sample" },
     el("figcaption", {}, el("span", { class: `pill ${look}` }, `reward ${Number(sample.reward.toFixed(3))}`), el("span", {}, sample.outcome === "unparseable" ? `no answer found, ${length}` : length)),
-    answerText(sample));
+    answerText(sample),
+    ...(sample.judgement ? [el("p", { class: "expected" }, `Judge: ${sample.judgement}`)] : []));
 }
 
 // -- one group ------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ function why(group) {
   const scores = Object.entries(group.evidence).filter(([name, value]) => name.startsWith("z_") && typeof value === "number");
   const worst = scores.length ? Math.max(...scores.map(([, value]) => value)) : null;
   const parts = [group.checks === "full" ? "every check passed" : "graded, proofs not drawn for a check"];
-  if (typeof group.evidence.exponent_mismatches_max === "number") parts.push(`at most ${plural(group.evidence.exponent_mismatches_max, "proof mismatch", "proof mismatches")} in a segment`);
+  if (typeof group.evidence.exponent_mismatches_max === "number") parts.push(group.evidence.exponent_mismatches_max ? `at most ${plural(group.evidence.exponent_mismatches_max, "proof mismatch", "proof mismatches")} in a segment` : "no proof mismatch");
   if (worst !== null) parts.push(`largest z ${worst.toFixed(1)}`);
   return parts.join(", ");
 }
