@@ -55,9 +55,9 @@ def step(**values: Any) -> StepReport:
     return StepReport(**plain | values)
 
 
-def node(name: str, **values: Any) -> NodeView:
+def node(key: str, **values: Any) -> NodeView:
     plain: dict[str, Any] = {
-        "node": name,
+        "node": key,
         "trust": "trusted",
         "liveness": "live",
         "phase": "generating",

@@ -5,8 +5,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from test_ledger_verify import coordinator
+from test_ledger_verify import SPEC
 
+from running_coordinator import running_coordinator
 from shoal.cli.commands.admin import ACTIONS
 from shoal.cli.main import parse, run_command
 from shoal.net.http_client import SignedClient
@@ -24,7 +25,7 @@ def admin(folder: Path, url: str, *words: str) -> int:
 
 def test_actions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = Key.generate()
-    with coordinator(tmp_path) as url:
+    with running_coordinator(tmp_path, SPEC) as url:
         with closing(SignedClient(url, node, log=Log("test"))) as client:
             client.call("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software="test"), Enrolled)
         assert admin(tmp_path, url, "ban", node.public, "--reason", "it spoke ill") == 0

@@ -1,14 +1,19 @@
 """`shoal eval` and `shoal data filter` on the tiny model: figures that depend on the seed only, and a filter that resumes."""
 
 import json
+import secrets
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.commands.sample_answers import pose
 from shoal.cli.main import main, parse, run_command
-from shoal.tasks import Finite, make_task
+from shoal.tasks import Finite, Problem, Reward, Split, make_task
+from shoal.tasks.datasets.file_options import digest_of
+from shoal.tasks.task import WRONG
+from shoal.tasks.task_errors import TaskError
 from shoal.wire.run_spec import TaskSpec
 
 # Digits are a tenth of what a random model says, so that some answers are right.
@@ -54,7 +59,7 @@ def test_printed_figures(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["eval", "tiny"], "--task is missing"),
         (["eval", "tiny", *COUNT, "--k", "4", "--samples", "2"], "raise it"),
-        (["eval", "tiny", *COUNT, "--version", "3"], "--version needs a coordinator's URL"),
+        (["eval", "tiny", *COUNT, "--version", "3"], "--version needs a run's folder or a coordinator's URL"),
         (["eval", "nowhere", *COUNT], "unknown model 'nowhere'"),
         (["data", "filter", "--model", "tiny", *COUNT, "--out", "x", "--budgets", "9"], "in the run file"),
         (["eval", "tiny", "--task", "gsm8k", "--option", "path=nowhere"], "no data file at nowhere"),
@@ -134,12 +139,43 @@ def test_a_stopped_filter_says_how_to_continue(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "x").exists()
 
 
+OWN_TASK = """
+from shoal.tasks.task import RIGHT, WRONG, Problem
+
+class Doubled:
+    chat = False
+
+    def problem(self, split, seed):
+        return Problem(f"Double {seed}", "unknown", check=str(2 * seed))
+
+    def reward(self, problem, text, num_tokens):
+        return RIGHT if text == problem.check else WRONG
+"""
+
+
 def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:
     out = tmp_path / "kept.jsonl"
     filter_ = ["data", "filter", "--model", "tiny", *SMALL, "--k", "2", "--band", "0", "1", "--out", str(out)]
     assert main([*filter_, *COUNT, "--problems", "5"]) == 0
     listed = make_task(TaskSpec(name="listed", options={"path": str(out)}))
     assert listed.problem("train", 0).prompt.endswith("=")
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    assert (
+        main(
+            [
+                *filter_[:-1],
+                str(tmp_path / "own"),
+                "--task",
+                f"{tmp_path / 'own.py'}:Doubled",
+                "--problems",
+                "3",
+            ]
+        )
+        == 0
+    )
+    first = json.loads((tmp_path / "own").read_text().splitlines()[0])
+    assert int(first["check"]) == 2 * int(first["prompt"].split()[1])
+    assert list(first["task"]["options"].values()) == [digest_of(tmp_path / "own.py")], "the code is pinned"
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     source, kept = tmp_path / "rows.jsonl", tmp_path / "rows-kept.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
@@ -167,3 +203,27 @@ def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:
     assert len(kept.read_text().splitlines()) == len(held_out), (
         "nothing is always right, and held out is held out"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseeded:
+    """A task whose problems depend on more than the seed, or cannot be posed at all."""
+
+    chat: bool = False
+    fails: bool = False
+
+    def problem(self, split: Split, seed: int) -> Problem:
+        if self.fails:
+            raise KeyError("oops")
+        return Problem(secrets.token_hex(8), "1")
+
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        return WRONG
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"), [(True, r"KeyError: 'oops' \(.*test_answering.py:"), (False, "depend on the seed")]
+)
+def test_a_task_that_poses_badly_is_named(fails: bool, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        pose(Unseeded(fails=fails), "eval", 2, seed=0)

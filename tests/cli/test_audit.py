@@ -1,7 +1,9 @@
 """`shoal audit` of a real run: with an honest store, and with stored files that were changed afterwards."""
 
 import shutil
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, RunningWorker, eventually, small_run
 from test_contributor import shoal
+
+from shoal.cli.run_folder import RunFolder
+from shoal.swarm.coordinator.context import DATABASE_FILE
+from shoal.tasks.code_files import ALLOWED, load_code
 
 
 def test_accepted_verdicts_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +75,13 @@ def test_refusals_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str
         )
         assert shoal(*words, "--lease", refused) == 0
         assert f"{refused}: agrees with the ledger" in capsys.readouterr().out
+        # The coordinator has deleted the file since.
+        with closing(sqlite3.connect(tmp_path / "run" / "coordinator" / DATABASE_FILE)) as db, db:
+            db.execute("UPDATE uploads SET stored_at_s = NULL WHERE lease_id = ?", [refused])
+        assert shoal(*words, "--lease", refused) == 1
+        said = capsys.readouterr().out
+        assert f"{refused}: cannot be checked: the coordinator deleted its rejected file" in said
+        assert "NOTHING WAS CHECKED, because the coordinator deleted its rejected file" in said
         assert shoal(*words, "--lease", "0" * 32) == 2
         assert "cannot be repeated" in capsys.readouterr().err
 
@@ -104,3 +117,20 @@ def test_a_folder_is_audited_without_a_coordinator(
     shutil.copytree(folder / "origin", folder / "trainer" / "versions")
     assert shoal("audit", folder, "--sample", "2") == 0
     assert "verdicts that agree with the ledger: 2 of 2" in capsys.readouterr().out
+
+
+def test_a_python_file_that_a_folder_names_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may have made the folder. The auditor reads the file and names it in SHOAL_TASK_FILES."""
+    monkeypatch.delenv(ALLOWED, raising=False)
+    folder = tmp_path / "run"
+    with small_run(folder, CONFIG):
+        pass
+    task = folder / "task.py"
+    task.write_text("raise SystemExit('executed')")
+    (folder / "run.toml").write_text(f'[task]\nname = "{task}:Task"\n')
+    with RunFolder(folder) as run:
+        run.local_spec()
+    with pytest.raises(ValueError, match="not one that this machine may execute"):
+        load_code(f"{task}:Task")

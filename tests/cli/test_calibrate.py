@@ -127,6 +127,41 @@ def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
     assert min(units) >= MIN_SEGMENTS, "answers of every length are judged by the calibration"
 
 
+def test_answers_of_one_token_cannot_be_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "noise.json"
+    text = (RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1)
+    file.write_text(text.replace("max_new_tokens = 8", "max_new_tokens = 1"))
+    assert main(["toploc", "calibrate-run", str(file), "--out", str(out)]) == 2
+    assert "an answer of max_new_tokens = 1 has no proof" in capsys.readouterr().err
+
+
+def test_a_run_that_admits_rounded_weights_measures_their_noise_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.cli.commands.toploc.SHORT_RUN_ROWS", 256)
+    file, out = tmp_path / "run.toml", tmp_path / "noise.json"
+    text = (RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1)
+    file.write_text(text + "\n[admitted_weights]\nint8 = 0.5\nfp8 = 0.5\n")
+    assert main(["toploc", "calibrate-run", str(file), "--out", str(out)]) == 0
+    noise = load_run_file(file, calibration=out).spec().noise
+    assert noise is not None
+    made_by = [pair.made_by.rpartition("/")[2] for pair in noise.pairs]
+    assert made_by == [
+        "bfloat16",
+        "bfloat16",
+        "bfloat16-int8",
+        "bfloat16-int8",
+        "bfloat16-fp8",
+        "bfloat16-fp8",
+    ]
+    assert [pair.checked_by.rpartition("/")[2] for pair in noise.pairs] == made_by
+    # Checked with weights rounded alike, rounded weights have about the noise of the published ones.
+    means = [pair.noise.mismatches.by_size[-1].mean for pair in noise.pairs]
+    assert max(means) < 2 * min(means) + 1
+
+
 def test_a_bfloat16_coordinator_without_a_calibration_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

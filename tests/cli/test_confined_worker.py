@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import parse
 from shoal.cli.run import confined_worker
-from shoal.cli.run.confined_worker import LIMITS, confinement, run_confined, worker_arguments
+from shoal.cli.run.confined_worker import LIMITS, MAX_RUN_PORTS, confinement, run_confined, worker_arguments
 from shoal.landlock import Confinement
 from shoal.wire.messages import Info, Stats
 
@@ -46,6 +46,35 @@ def test_the_ports_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert rules.writable == (tmp_path,)
 
 
+def run_with_relays(*ports: int) -> Stats:
+    relays = [Some(url=f"http://relay.example:{port}") for port in ports]
+    return cast("Stats", Some(relays=relays, origin=""))
+
+
+def test_a_run_does_not_choose_ports_of_the_machines_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    info = cast("Info", Some(entry_points=()))
+    stats = run_with_relays(22, 25, 80, 587, 8080)
+    rules = confinement("https://run.example", tmp_path, info, stats)
+    assert rules.ports == (53, 80, 443, 8080)
+    words = str(rules.protections()[1])
+    assert (
+        "ports 53, 80, 443, 8080 (not to 22, 25, 587: a run may choose" in words and "--allow-port" in words
+    )
+    typed = confinement("http://run.example:587", tmp_path, info, stats, allow_ports=(25,))
+    assert typed.ports == (25, 53, 80, 443, 587, 8080)
+    assert "not to 22:" in typed.note
+
+
+def test_a_run_chooses_few_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    rules = confinement("https://a", tmp_path, INFO, run_with_relays(*range(2000, 60000)))
+    assert rules.ports == (53, 443, *range(2000, 2000 + MAX_RUN_PORTS - 1), 8800)
+    assert "(not to 2007, 2008, 2009, 2010, ...: " in rules.note
+
+
 def test_vllm_needs_ports_of_its_own(tmp_path: Path) -> None:
     rules = confinement("http://a:8700", tmp_path, INFO, STATS, engine="vllm")
     assert rules.ports is None
@@ -65,10 +94,33 @@ def test_the_options_of_join_reach_the_worker(tmp_path: Path) -> None:
         "--upload-mbit",
         "5",
     ]
-    asked = options(tmp_path, "--max-rows", "3", "--threads", "2", "--deadline-s", "7.5", *limits)
+    asked = options(
+        tmp_path,
+        "--draft",
+        "lookup",
+        "--draft-rows",
+        "5",
+        "--max-rows",
+        "3",
+        "--threads",
+        "2",
+        "--deadline-s",
+        "7.5",
+        *limits,
+    )
     worker = parse(worker_arguments(asked))
     assert parse(worker_arguments(options(tmp_path))).cores is None
-    for name in (*LIMITS, "engine", "tensor_parallel", "device", "threads", "max_rows", "deadline_s"):
+    for name in (
+        *LIMITS,
+        "engine",
+        "tensor_parallel",
+        "draft",
+        "draft_rows",
+        "device",
+        "threads",
+        "max_rows",
+        "deadline_s",
+    ):
         assert getattr(worker, name) == getattr(asked, name), name
     assert (worker.coordinator, worker.dir) == (asked.url, asked.dir.resolve())
     assert worker.stop_with_stdin and not worker.lie and not worker.no_prefetch

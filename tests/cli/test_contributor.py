@@ -44,6 +44,7 @@ class Joined:
         return int(self.codes[0])
 
 
+@pytest.mark.integration
 def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dir = tmp_path / "node"
     with small_run(tmp_path / "run", CONFIG.model_copy(update={"heartbeat_s": 5.0})) as run:

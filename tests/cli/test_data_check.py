@@ -64,6 +64,20 @@ def test_rows_without_a_use_are_listed_and_left_out(
     assert (report["rows"], report["unusable"], report["task_types"]) == (20, 0, {"verifiable_code": 20})
 
 
+def test_gold_answers_of_held_out_rows_are_graded_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [code(number, "8", "print(7)") for number in range(12)]
+    path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "good.jsonl"
+    assert main(["data", "check", "--task", "genesys", "--option", f"path={path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval"] > 0
+    ask = ["data", "check", "--task", "genesys", "--option", f"path={path}", "--gold", "--json"]
+    assert main([*ask, "--out", str(out)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["train"], report["eval"]) == (0, 0) and len(report["left_out"]) == 12
+    assert out.read_text() == ""
+
+
 def test_a_task_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "--task", "add"]) == 2
     assert "does not read a data set" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """`shoal eval URL`: a published version, also from relays that serve members only."""
 
-import argparse
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ class Run:
     url: str
     relay_url: str
     manifest: Sealed[Manifest]
+    relay: shardcast.RelayServer
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     server = Server(Starlette(routes=routes), listen("127.0.0.1", 0))
     server.start()
     try:
-        yield Run(run_key, member, f"http://127.0.0.1:{server.port}", relay_url, manifest)
+        yield Run(run_key, member, f"http://127.0.0.1:{server.port}", relay_url, manifest, relay)
     finally:
         store.close()
         relay.close()
@@ -102,9 +102,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
-    options = argparse.Namespace(model=run.url, version=None, key=key)
     with PublicApi(run.url) as api:
-        return fetch_published(api, options, into, threading.Event())
+        return fetch_published(api, None, into, key, threading.Event())
 
 
 def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) -> None:
@@ -118,6 +117,12 @@ def test_a_private_relay_needs_a_members_key(run: Run, tmp_path: Path) -> None:
     Key.load_or_create(tmp_path / "stranger.key")
     with pytest.raises(ValueError, match=r"accept no ticket that --key gets"):
         fetch(run, tmp_path / "into", tmp_path / "stranger.key")
+
+
+def test_a_version_that_no_relay_serves_is_not_waited_for(run: Run, tmp_path: Path) -> None:
+    run.relay.close()
+    with pytest.raises(ValueError, match=r"neither relays nor origin answer \(http://.*\); try again when"):
+        fetch(run, tmp_path / "into", None)
 
 
 def test_doctor_accepts_a_private_relay(run: Run) -> None:

@@ -76,7 +76,7 @@ def test_requirements_of_an_extra_are_those_of_the_package() -> None:
 
 
 @pytest.mark.integration
-def test_the_wheel_has_the_demo_and_the_page(tmp_path: Path) -> None:
+def test_the_wheel_has_the_demo_the_page_and_the_docs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if "No module named pip" in done.stderr:
@@ -85,6 +85,8 @@ def test_the_wheel_has_the_demo_and_the_page(tmp_path: Path) -> None:
     names = zipfile.ZipFile(next(tmp_path.glob("shoal_rl-*.whl"))).namelist()
     for name in ("cli/run/demo.toml", "py.typed", "swarm/coordinator/http/page/page.html"):
         assert f"shoal/{name}" in names, name
+    for page in ("run-file", "guides/operator", "wire/draw"):
+        assert any(name.endswith(f"/share/doc/shoal-rl/{page}.md") for name in names), page
 
 
 @pytest.mark.parametrize(
@@ -123,8 +125,10 @@ def test_zsh_gets_a_script(capsys: pytest.CaptureFixture[str]) -> None:
         (("ledger", "verfy"), "did you mean `shoal ledger verify`?"),
         (
             ("join", "http://a", "--deivce", "cpu"),
-            "--deivce is not an option of this command; did you mean --device?",
+            "--deivce is not an option of this command; did you mean --device? shoal join --help",
         ),
+        (("ledger", "verify", "out/demo", "--jsn"), "did you mean --json? shoal ledger verify --help"),
+        (("run", "x.toml", "--lerning", "3"), "--lerning is not an option of this command; shoal run --help"),
     ],
 )
 def test_mistyped_words_are_guessed(
@@ -144,3 +148,14 @@ def test_doctor_without_a_url_checks_the_installation(
     said = capsys.readouterr().out
     assert "ok   python" in said and "device" in said and "To check a run too: shoal doctor URL" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_pages_are_printed_and_a_mistyped_name_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("docs") == 0
+    listed = capsys.readouterr().out
+    assert "run-file  " in listed and "guides/operator  " in listed and "wire/draw  " in listed
+    for name in ("run-file", "docs/run-file.md"):
+        assert shoal("docs", name) == 0
+        assert capsys.readouterr().out.startswith("# ")
+    assert shoal("docs", "run-fil") == 2
+    assert "no page 'run-fil'; did you mean run-file?" in capsys.readouterr().err

@@ -11,9 +11,12 @@ from typing import cast
 import pytest
 from rich.console import Console
 
+from shoal.cli.commands.join import JOINED
+from shoal.cli.main import main
 from shoal.cli.ui import join_view
 from shoal.cli.ui.join_view import JoinView, Transfer
 from shoal.rollout.worker.heartbeat import Activity, WorkerStatus
+from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView
 
 INFO = cast("Info", SimpleNamespace(newest_version=4, spec=SimpleNamespace(run="small", last_version=9)))
@@ -45,14 +48,14 @@ def test_a_download_shows_bytes_speed_and_remaining_time() -> None:
     assert transfer.describe(0, 0, 1_000_000_000, 10.0) == "[....................] version 0: 0 of 1,000 MB"
     said = transfer.describe(0, 250_000_000, 1_000_000_000, 15.0)
     assert said == "[#####...............] version 0: 250 of 1,000 MB, 50.0 MB/s, about 15 s left"
-    assert transfer.describe(1, 0, 10, 16.0).startswith("[....................] version 1")
+    assert transfer.describe(1, 0, 83_000, 16.0) == "[....................] version 1: 0.00 of 0.08 MB"
 
 
 def test_before_the_first_answer(tmp_path: Path) -> None:
     view, _ = view_of(tmp_path, [])
     lines = view.lines(os.getpid(), view._began_s)
     assert lines[0] == "http://h:1: no answer yet, 0 s here"
-    assert lines[1] == "starting" and "none yet" in lines[2] and "GB of memory" in lines[3]
+    assert lines[1] == "starting" and "none yet" in lines[2] and "B of memory, 0.0 MB of disk" in lines[3]
 
 
 def test_what_it_does_and_earns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +108,13 @@ def test_the_status_of_a_worker_names_the_download() -> None:
     assert status.describe()["fetching"] == (3, 5_000_000, 20_000_000)
     status.note_fetched(3, 20_000_000, 20_000_000)
     assert status.describe()["fetching"] is None
+
+
+def test_pausing_a_node_that_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Key.load_or_create(tmp_path / "node.key")
+    (tmp_path / JOINED).write_text(json.dumps({"coordinator": "http://127.0.0.1:1"}))
+    assert main(["pause", "--dir", str(tmp_path)]) == 0
+    assert f"no worker runs in {tmp_path}; the next one starts paused" in capsys.readouterr().out
+    assert (tmp_path / "paused").exists()
+    assert main(["pause", "--off", "--dir", str(tmp_path)]) == 0
+    assert "not paused any more" in capsys.readouterr().out and not (tmp_path / "paused").exists()

@@ -15,13 +15,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from running_coordinator import running_coordinator
 from shoal.cli.commands import audit
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import DATABASE_FILE
-from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled
@@ -36,31 +35,11 @@ SPEC = RunSpec(
 )
 
 
-@contextmanager
-def coordinator(folder: Path) -> Iterator[str]:
-    """Runs a coordinator in `folder`; yields its URL."""
-    stop, ready, urls = threading.Event(), threading.Event(), []
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    arguments = (CoordinatorConfig(), SPEC, folder, "127.0.0.1", 0, stop, on_ready)
-    thread = threading.Thread(target=run_coordinator, args=arguments)
-    thread.start()
-    try:
-        assert ready.wait(30)
-        yield urls[0]
-    finally:
-        stop.set()
-        thread.join(30)
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """Returns the folder of a run with seven events."""
     folder = tmp_path / "coordinator"
-    with coordinator(folder) as url:
+    with running_coordinator(folder, SPEC) as url:
         for _ in range(6):
             with closing(SignedClient(url, Key.generate(), log=Log("test"))) as client:
                 client.call("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software="test"), Enrolled)
@@ -84,7 +63,7 @@ def verify_ledger(url: str, stop: threading.Event | None = None) -> int:
 
 
 def verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with coordinator(folder) as url:
+    with running_coordinator(folder, SPEC) as url:
         code = verify_ledger(url)
     return code, capsys.readouterr().out
 
@@ -150,7 +129,7 @@ def in_front_of(url: str, answer: ChangeAnswer) -> Iterator[str]:
 
 
 def verify_through(folder: Path, answer: ChangeAnswer) -> int:
-    with coordinator(folder) as url, in_front_of(url, answer) as front:
+    with running_coordinator(folder, SPEC) as url, in_front_of(url, answer) as front:
         return verify_ledger(front)
 
 
@@ -219,5 +198,5 @@ def test_a_refused_connection_is_named() -> None:
 def test_verifying_can_be_stopped(run_folder: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with coordinator(run_folder) as url, pytest.raises(Stopped):
+    with running_coordinator(run_folder, SPEC) as url, pytest.raises(Stopped):
         verify_ledger(url, stop)

@@ -69,18 +69,25 @@ def test_options_alone_write_a_file_that_runs(questions: Path, capsys: pytest.Ca
 def test_other_columns_and_formats(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open("capitals.csv", "w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["land", "capital"])
-        rows.writerows([[f"land {n}?", f"city {n}"] for n in range(60)])
+        rows.writerow(["land", "capital", "river"])
+        rows.writerows([[f"land {n}?", f"city {n}", "Seine"] for n in range(60)])
     words = ("init", "capitals.toml", "--model", "tiny", "--data", "capitals.csv", "--device", "cpu")
     assert shoal(*words) == 2
     assert (
-        "Column with the question (land, capital): nothing was given; use --question"
+        "Column with the question (land, capital, river): nothing was given; use --question"
         in capsys.readouterr().err
     )
     assert shoal(*words, "--question", "land", "--answer", "capital") == 0
     assert load_run_file(Path("capitals.toml")).task[0].options["grader"] == "exact"
     assert shoal(*words, "--question", "land", "--answer", "town", "--force") == 2
     assert "has no column 'town'" in capsys.readouterr().err
+
+
+def test_two_columns_are_a_question_and_an_answer(questions: Path) -> None:
+    Path("pairs.csv").write_text("Frage,Antwort\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(60)))
+    assert shoal("init", "pairs.toml", "--model", "tiny", "--data", "pairs.csv", "--device", "cpu") == 0
+    options = load_run_file(Path("pairs.toml")).task[0].options
+    assert (options["question"], options["answer"], options["grader"]) == ("Frage", "Antwort", "number")
 
 
 def test_a_task_by_name(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:

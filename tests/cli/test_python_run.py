@@ -92,6 +92,7 @@ def test_the_run_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert table["trainer"] == {"learning_rate": 1e-3, "row_tokens": 64}
     assert table["task"]["name"] == "qa" and table["task"]["options"]["grader"].endswith("task.py:graded")
     assert started[0].folder == Path("out/mine") and started[0].fresh
+    assert (tmp_path / "out" / "mine.inputs").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="`data` must have the questions"):
         run(model="tiny", task=graded)
 

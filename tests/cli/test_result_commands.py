@@ -12,7 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, small_run
 from test_contributor import shoal
 
+from shoal.cli.commands.export import Conversation
 from shoal.cli.run_folder import RunFolder
+from shoal.model.builtin import ALPHABET
+from shoal.model.tokenizer import CharTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.publish(1)
     (folder / "trainer").mkdir()
     shutil.move(folder / "origin", folder / "trainer" / "versions")
-    (folder / "run.toml").write_text('[run]\nname = "small"\nmodel = "tiny"\n')
+    (folder / "run.toml").write_text('[run]\nname = "small"\nmodel = "tiny"\n[task]\nname = "sort"\n')
     return folder
 
 
@@ -82,3 +85,61 @@ def test_a_runs_model_answers(
     monkeypatch.setattr(sys, "stdin", io.StringIO("sort: 3 1 2\n\nsort: 2 1\n"))
     assert shoal("chat", folder / "trainer" / "versions" / "v1", *words) == 0
     assert capsys.readouterr().out.splitlines()[0] == first.out.splitlines()[0]
+    monkeypatch.setattr(Conversation, "_generate", lambda *_: ())
+    assert shoal("chat", folder, "--prompt", "sort: 3 1 2", *words) == 0
+    assert "the answer is empty; ask as the run's task does" in capsys.readouterr().err
+
+
+def test_a_runs_version_is_evaluated_on_the_runs_own_task(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompts", "4", "--threads", "1", "--show", "0")
+    assert shoal("eval", folder, *words) == 0
+    said = capsys.readouterr().out
+    assert f"{folder}, version 1 on sort: 4 held-out prompts" in said
+    assert "at 8 tokens" in said
+    assert shoal("eval", folder, "--version", "0", "--task", "count", "--json", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["version"] == 0 and found["task"]["name"] == "count"
+    assert shoal("eval", folder, "--version", "best", *words) == 2
+    assert "no complete held-out evaluation" in capsys.readouterr().err
+    assert shoal("eval", "tiny", "--task", "count", "--version", "1", *words) == 2
+    assert "--version needs a run's folder" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_a_folder_with_experts_is_converted_before_it_is_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers stores each expert by itself and computes with all experts of a layer in one tensor."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 3 + len(ALPHABET),
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model("mixtral", **sizes, **heads, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
+    CharTokenizer(ALPHABET).save(tmp_path / "experts")
+    words = (
+        "--task",
+        "count",
+        "--option",
+        "style=bare",
+        "--prompts",
+        "2",
+        "--max-new-tokens",
+        "2",
+        "--threads",
+        "1",
+    )
+    assert shoal("eval", tmp_path / "experts", *words) == 0
+    assert "2 held-out prompts" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from shoal.cli.run.local import (
     local_workers,
     prepare_folder,
     resume_command,
+    run_local,
     workers_by_node,
 )
 from shoal.cli.run.runfile import LocalSection, load_run_file
@@ -55,6 +57,16 @@ def run(tmp_path: Path) -> LocalRun:
         fresh=False,
         device="cpu",
     )
+
+
+def test_other_users_do_not_see_the_folder(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shoal.cli.run.local.lock_folder", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run_local(run, threading.Event(), QUIET)
+    assert run.folder.stat().st_mode & 0o777 == 0o700
 
 
 def begin(run: LocalRun) -> None:
@@ -150,13 +162,25 @@ def test_resume_command_has_all_options(run: LocalRun) -> None:
 
 
 def test_ports_differ_and_are_in_the_chosen_range() -> None:
-    ports = free_ports(20)
+    with contextlib.ExitStack() as held:
+        ports = free_ports(20, held=held)
     assert len(set(ports)) == 20
     assert all(port in PORTS for port in ports)
 
 
 def choose(folder: Path, port: int | None = None) -> list[int]:
-    return list(choose_addresses(folder, LOOPBACK, port, relays=2).ports)
+    with contextlib.ExitStack() as held:
+        return list(choose_addresses(folder, LOOPBACK, port, relays=2, held=held).ports)
+
+
+def test_two_runs_that_start_together_have_different_ports(tmp_path: Path) -> None:
+    """Neither has a coordinator yet, so nothing listens on the first one's ports."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with contextlib.ExitStack() as held:
+        first = choose_addresses(tmp_path / "first", LOOPBACK, None, relays=2, held=held).ports
+        second = choose_addresses(tmp_path / "second", LOOPBACK, None, relays=2, held=held).ports
+        assert not set(first) & set(second)
 
 
 def test_the_coordinators_port_is_fixed_unless_it_is_taken(tmp_path: Path) -> None:

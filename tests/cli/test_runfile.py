@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from shoal.cli.run.preflight import try_run
 from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
-from shoal.model.builtin import _TINY_CONFIG
+from shoal.model.builtin import _TINY_CONFIG, ALPHABET, create_model
+from shoal.model.tokenizer import CharTokenizer
+from shoal.rollout.engine import vllm_engine
 from shoal.wire.run_spec import default_tolerances
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,17 +68,17 @@ def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("line", "instead", "words"),
     [
-        ("last_version = 25", 'last_version = "25"', "run.last_version = '25': Input should be a valid integer"),
-        ("last_version = 25", "last_version = 0", "run.last_version = 0: "),
+        ("last_version = 25", 'last_version = "25"', "run.last_version = '25': it must be a valid integer"),
+        ("last_version = 25", "last_version = -1", "run.last_version = -1: "),
         ("last_version = 25", "", "run.last_version is missing"),
-        ("last_version = 25", "last_verison = 25", "run.last_verison is not a key of a run file; docs/run-file.md"),
+        ("last_version = 25", "last_verison = 25", "run.last_verison is not a key of a run file; did you mean run.last_version? `shoal docs run-file`"),
         ('name = "test"', 'name = "../test"', "run.name = '../test': "),
         ('model = "tiny"', "model = 1", "run.model = 1: "),
-        ('name = "sort"', 'name = "sorting"', "task: unknown task 'sorting'; known: ['add', 'count', "),
+        ('name = "sort"', 'name = "sorting"', "task: unknown task 'sorting'; did you mean sort? known: add, count, "),
         ("length = 4", "length = 40", "task: sort: length=40 must be a whole number from 2 to 12"),
         ("length = 4", "lenght = 4", "task: task 'sort' has no option 'lenght'; did you mean length?"),
         ("max_new_tokens = 8", "max_new_tokens = 64", "trainer.row_tokens = 64 cannot hold a prompt and"),
-        ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key"),
+        ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key of a run file; did you mean run.keep_versions? "),
         ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),
         ("last_version = 25", "last_version = 25\nmax_lag = 5", "keep_versions = 5 must exceed max_lag = 5"),
         ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must be above 1 + eps = 1.2"),
@@ -83,7 +86,7 @@ def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("row_tokens = 64", "row_tokens = 64\nlearning_rate = inf", "trainer.learning_rate = "),
         ("row_tokens = 64", "row_tokens = 1979-05-27", "trainer.row_tokens = '1979-05-27': "),
         ("[sampling]", "[tolerances]\ndraw = -1\n[sampling]", "tolerances.draw = -1: "),
-        ("[sampling]", "[weather]\n[sampling]", "weather is not a key of a run file"),
+        ("[sampling]", "[weather]\n[sampling]", "weather is not a key of a run file; `shoal docs run-file`"),
     ],
 )  # fmt: skip
 def test_errors_name_file_key_and_value(tmp_path: Path, line: str, instead: str, words: str) -> None:
@@ -97,7 +100,7 @@ def test_all_errors_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; the examples are in runs/"):
+    with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; `shoal init .*` writes one"):
         load_run_file(tmp_path / "nothing.toml")
     with pytest.raises(ValueError, match="is a folder, not a run file"):
         load_run_file(tmp_path)
@@ -118,6 +121,35 @@ def test_unknown_models_and_lies(tmp_path: Path) -> None:
         ValueError, match=r"test\.toml: local.lies: unknown lie 'white'; known: wrong-weights"
     ):
         try_run(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path, starts=False)
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_roles_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in vllm_engine.SETTINGS:  # set by the check, removed after the test
+        monkeypatch.setenv(name, "0")
+    path, file = tmp_path / "test.toml", load(tmp_path, GOOD + '[local]\nengine = "vllm"\n')
+    with pytest.raises(
+        ValueError, match=r"test\.toml: local.engine = 'vllm': .*pip install 'shoal-rl\[vllm\]'"
+    ):
+        try_run(file, path, starts=True)
+    assert "cannot start here: --engine vllm" in " ".join(try_run(file, path, starts=False))
+
+
+@pytest.mark.integration  # imports transformers
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_that_no_role_can_run_is_refused_before_roles_start(tmp_path: Path) -> None:
+    """BERT's head has a layer of its own between states and logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 4}
+    config = AutoConfig.for_model("bert", vocab_size=88, is_decoder=True, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
+    CharTokenizer(ALPHABET).save(tmp_path / "bert")
+    file = load(tmp_path, GOOD.replace('"tiny"', f'"{tmp_path / "bert"}"'))
+    with pytest.raises(ValueError, match=r"test\.toml: no role can run .*/bert: 'bert' computes logits"):
+        try_run(file, tmp_path / "test.toml", starts=True)
 
 
 def test_a_model_of_the_hub_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +173,12 @@ def test_the_dry_run_tries_the_file(tmp_path: Path) -> None:
         ValueError, match=r"longest of 64 prompts has \d+ tokens; with .*raise row_tokens to at least"
     ):
         try_run(load(tmp_path, GOOD.replace("length = 4", 'length = 4, style = "chat"')), path, starts=True)
+    create_model("tiny", tmp_path / "model", seed=0)
+    long = GOOD.replace("row_tokens = 64", "row_tokens = 4096").replace(
+        "max_new_tokens = 8", "max_new_tokens = 2048"
+    )
+    with pytest.raises(ValueError, match=r"more than the 2048 positions of .*model; lower max_new_tokens"):
+        try_run(load(tmp_path, long.replace('"tiny"', f'"{tmp_path / "model"}"')), path, starts=True)
     with pytest.raises(ValueError, match="needs a package that is not installed"):
         try_run(
             load(tmp_path, GOOD.replace("row_tokens = 64", 'row_tokens = 64\nmetrics = ["wandb"]')),
@@ -210,12 +248,26 @@ def test_tolerances_are_those_of_the_dtype_and_a_file_replaces_single_ones(tmp_p
     assert load(tmp_path, coarse + "[tolerances]\ndraw = 0.2\n").spec().tolerances == expected
 
 
+def test_admitted_weights_are_terms_that_need_a_ratio_to_the_worker(tmp_path: Path) -> None:
+    admitted = GOOD + "[admitted_weights]\nint8 = 0.7\n"
+    spec = load(tmp_path, admitted).spec()
+    assert spec.admitted_weights.formats == ("int8",) and spec.admitted_weights.int8 == 0.7
+    assert not load(tmp_path, GOOD).spec().admitted_weights.formats
+    assert "admitted_weights.int8 = 1.5" in complaint(tmp_path, admitted.replace("0.7", "1.5"))
+    assert "admitted_weights.int4 is not a key" in complaint(tmp_path, admitted.replace("int8", "int4"))
+    recomputed = admitted.replace("row_tokens = 64", 'row_tokens = 64\nbehaviour = "recompute"')
+    assert 'set trainer.correction = "truncate"' in complaint(tmp_path, recomputed)
+    corrected = recomputed.replace('"recompute"', '"recompute"\ncorrection = "truncate"')
+    assert load(tmp_path, corrected).trainer.correction == "truncate"
+
+
 SECOND_TASK = """
 [[task]]
 name = "add"
 label = "sums"
 weight = 0.5
 [task.sampling]
+temperature = 0.7
 max_new_tokens = 4
 """
 
@@ -235,7 +287,8 @@ def test_a_run_may_have_several_tasks_and_evaluations(tmp_path: Path) -> None:
         ),
     ).spec()
     assert [task.title for task in spec.tasks] == [spec.task.name, "sums"]
-    assert spec.sampling.of(spec.tasks[1]).max_new_tokens == 4
+    own = spec.sampling.of(spec.tasks[1])
+    assert (own.temperature, own.max_new_tokens) == (0.7, 4)
     assert [(one.task.title, one.every, one.samples) for one in spec.evals] == [
         ("sums", 3, 8),
         ("largest", 10, 4),
@@ -294,3 +347,17 @@ def is_section(kind: object) -> bool:
     """A table within the table, with a heading of its own on the page."""
     kinds = (kind, *getattr(kind, "__args__", ()))
     return any(hasattr(each, "model_fields") for each in kinds) and str not in kinds
+
+
+def test_data_files_are_found_beside_the_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 4)
+    (tmp_path / "mine.toml").write_text(
+        '[run]\nname = "mine"\nmodel = "tiny"\nlast_version = 1\n[task]\nname = "qa"\n[task.options]\npath = "mine.jsonl"\n'
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (task,) = load_run_file(tmp_path / "mine.toml").task
+    assert task.options["path"] == str(tmp_path / "mine.jsonl")
+    (tmp_path / "mine.jsonl").rename(tmp_path / "elsewhere" / "mine.jsonl")
+    (task,) = load_run_file(tmp_path / "mine.toml").task
+    assert task.options["path"] == "mine.jsonl", "else it is relative to the working directory"

@@ -10,11 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from shoal.cli.commands.serve import AnswerServer, EngineThread
+from shoal.cli.commands.serve import AnswerServer, EngineThread, ServeError
 from shoal.cli.commands.verify_answer import verify_response
 from shoal.cli.main import main
 from shoal.model.builtin import create_model
 from shoal.net.http_server import Server, listen
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec
@@ -171,7 +172,9 @@ def test_an_answer_of_other_weights_is_refused(
         ({"top_p": 0.9}, "top_p=0.9 is not supported"),
         ({"stream": True}, "stream=true is not supported"),
         ({"n": 0}, "n=0 must be from 1 to 128"),
-        ({"temperature": 0}, "temperature=0.0 must be above 0"),
+        ({"temperature": 0}, "temperature=0.0 must be from 0.01 to 100"),
+        ({"temperature": 1e-320}, "temperature=1e-320 must be from 0.01 to 100"),
+        ({"temperature": 1e300}, "temperature=1e+300 must be from 0.01 to 100"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
         ({"messages": [{"role": "user", "content": "3"}]}, "prompt must be given"),
         ({"max_tokens": 4000}, "exceed the model's 2048 positions"),
@@ -186,6 +189,25 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
     answer = httpx2.post(f"{url}/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+    ask(url)  # the engine goes on
+
+
+def test_a_body_without_end_is_refused(url: str) -> None:
+    pieces = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal pieces
+        while pieces < 1000:
+            pieces += 1
+            yield b" " * (1 << 20)
+
+    try:
+        answer = httpx2.post(f"{url}/completions", content=endless(), timeout=60)
+        assert answer.status_code == 400 and "more than 4194304 bytes" in answer.text
+    except httpx2.TransportError:
+        pass  # the connection was closed while the body was sent
+    assert pieces < 1000
+    ask(url)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"choices": [], "shoal": {}}'])
@@ -193,3 +215,25 @@ def test_a_file_that_is_no_answer_is_an_error_with_words(folder: Path, tmp_path:
     (tmp_path / "response.json").write_text(text)
     with pytest.raises((ValueError, Rejected), match=r"response\.json|AnswerEvidence"):
         verify_response(tmp_path / "response.json", folder, dtype=None, device="cpu")
+
+
+def test_an_engine_that_fails_ends_the_server(folder: Path) -> None:
+    engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2)
+    engine.load(folder, 0)
+    thread = EngineThread(engine, threading.Event())
+    thread.check()
+
+    def fail() -> list[FinishedRow]:
+        raise RuntimeError("the device is gone")
+
+    engine.step = fail  # type: ignore[method-assign]
+    row = GenerationRequest(
+        prompt_index=0, sample_index=0, prompt_tokens=(3, 4), sample_seed=1, max_new_tokens=4, temperature=1.0
+    )
+    with pytest.raises(ServeError, match="stopped before the answer was complete"):
+        thread.generate([row]).result(30)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        while True:
+            thread.check()
+    with pytest.raises(ServeError, match="the engine has stopped"):
+        thread.generate([row]).result(30)

@@ -112,7 +112,7 @@ def test_the_summary(file: RunFile) -> None:
         "  broadcast         2.5 MB published, 3.0 MB sent by relays",
         "  submissions       5 accepted, 2 refused, 3 void",
         "  worker-1 (22222222)                      trusted      credit     12,345   accepted 5, refused 0, void 0",
-        "  worker-2, lies: truncated (11111111)     banned       credit     12,345   accepted 5, refused 2, void 0",
+        "  worker-2, lies: truncated (11111111)     ejected      credit     12,345   accepted 5, refused 2, void 0",
         f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/",
         f"  model             {folder}/model: the newest version, for transformers or `shoal chat {folder}`",
         f"  plot              {folder}/reward.png",
@@ -135,12 +135,15 @@ def test_summary_without_evaluations_or_plot(file: RunFile) -> None:
     assert lines[-1] == "  plot              none: pip install 'shoal-rl[plot]'"
 
 
-def test_the_plot_is_a_png(tmp_path: Path) -> None:
+def test_the_plot_is_a_png_with_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, text: titles.append(text))
     steps = tuple(step(version=version, reward_mean=version / 10) for version in range(1, 11))
     for history in (History(steps=steps, evaluations=RISEN), History(steps=(), evaluations=())):
         path = tmp_path / "reward.png"
         assert plot_rewards(history, path, "a title with $ and [brackets]")
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert titles == ["a title with $ and [brackets]"] * 2
 
 
 def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

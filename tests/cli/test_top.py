@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from running_coordinator import running_coordinator
 from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from shoal.cli.ui.view import sparkline
-from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.wire.page_data import Snapshot
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
@@ -26,19 +25,8 @@ SPEC = RunSpec(
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    stop, ready, urls = threading.Event(), threading.Event(), []
-
-    def up(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    arguments = (CoordinatorConfig(), SPEC, tmp_path / "run", "127.0.0.1", 0, stop, up)
-    thread = threading.Thread(target=run_coordinator, args=arguments)
-    thread.start()
-    assert ready.wait(30)
-    yield urls[0]
-    stop.set()
-    thread.join(30)
+    with running_coordinator(tmp_path / "run", SPEC) as url:
+        yield url
 
 
 class StopAfterOneLook(threading.Event):

@@ -16,6 +16,7 @@ from shoal.cli.ui.view import (
     headline,
     is_waiting,
     make_view,
+    name_of,
     node_table,
 )
 from shoal.wire.messages import RunWarning
@@ -82,7 +83,7 @@ def test_warnings_and_void_reasons_are_reported_once() -> None:
     ("latest", "waiting_for", "said"),
     [
         (True, "rollouts: 1 of 4 groups ready", False),
-        (True, "the trainer: it has the batch of version 3", False),
+        (True, "the trainer: it is training version 4", False),
         (True, "workers: none live (0 of 2 enrolled)", True),
         (True, "relays: none live (0 of 1 known)", True),
         (True, "a validator: 3 submissions queued", True),
@@ -161,7 +162,7 @@ def test_a_table_for_terminals() -> None:
     for words in (
         "last verdict",
         "worker-1 (22222222)",
-        "banned",
+        "ejected",
         "12,345",
         "ejected after 2 refusals",
         "waiting for",
@@ -190,3 +191,8 @@ def test_a_narrow_terminal_shows_fewer_columns(
     assert any("worker-1 (" in row for row in rows)
     assert "…" not in title
     assert max(map(len, rows)) <= width
+
+
+def test_a_worker_has_the_name_that_its_run_gave_it() -> None:
+    assert name_of(node(HONEST, name="worker-1"), {}) == f"worker-1 ({HONEST[:8]})"
+    assert name_of(node(HONEST), {}) == HONEST[:8]

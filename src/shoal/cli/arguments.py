@@ -1,7 +1,6 @@
 """Arguments of the commands whose modules are slow to import.
 
-Every command of `shoal` imports this file first, so it imports nothing but options and their types. The functions at the end
-import a command's module when the command is called.
+Every command imports this file first, so it imports only options and their types. The functions at the end import a command's module.
 """
 
 import argparse
@@ -23,6 +22,7 @@ from shoal.cli.ui.values import (
     add_task_options,
     add_task_settings,
     add_threads,
+    add_weights,
     at_least_one,
     option,
     port_number,
@@ -133,6 +133,7 @@ def _add_join(commands: Commands) -> None:
     join.add_argument("--invite", default="", metavar="CODE", help="invitation from the run's operator")
     join.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)")
     add_engine_choice(join)
+    add_weights(join)
     add_device(join)
     add_threads(join)
     add_limits(join)
@@ -259,8 +260,8 @@ def _add_data(commands: Commands) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     filter_ = actions.add_parser("filter", help="keep the problems that a model solves sometimes")
     add_task_options(filter_, required=True)
-    filter_.add_argument("--model", required=True, help="a folder, or a built-in model")
-    filter_.add_argument("--k", type=at_least_one, default=8, help="answers to each problem (default: 8)")
+    filter_.add_argument("--model", help="a folder, or a built-in model; not with --coordinator")
+    filter_.add_argument("--k", type=at_least_one, help="answers to each problem (default: 8)")
     filter_.add_argument(
         "--band",
         type=share,
@@ -274,7 +275,20 @@ def _add_data(commands: Commands) -> None:
         type=at_least_one,
         help="number of problems to try (default: all, if the task reads a file)",
     )
-    filter_.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    filter_.add_argument(
+        "--out", type=Path, metavar="FILE.jsonl", help="the file with the problems that are kept"
+    )
+    filter_.add_argument(
+        "--run-file",
+        type=Path,
+        metavar="FILE.toml",
+        help="only write the run file of a swarm that answers the problems, for `shoal run` or `shoal coordinator`",
+    )
+    filter_.add_argument(
+        "--coordinator",
+        metavar="RUN",
+        help="take the answers from such a run, by its coordinator's URL or its folder; waits until all are there",
+    )
     add_sampling_options(filter_)
     filter_.set_defaults(action=_filter)
     check = actions.add_parser(
@@ -309,9 +323,7 @@ def _add_toploc(commands: Commands) -> None:
     prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)")
     add_engine_choice(prove)
     prove.set_defaults(action=_prove)
-    calibrate = actions.add_parser(
-        "calibrate", help="check honest rows on this machine and write the noise file"
-    )
+    calibrate = actions.add_parser("calibrate", help="check honest rows here and write the noise file")
     calibrate.add_argument(
         "files",
         type=Path,
@@ -325,6 +337,7 @@ def _add_toploc(commands: Commands) -> None:
     )
     whole.add_argument("file", type=Path, metavar="FILE.toml")
     add_set(whole)
+    whole.add_argument("--model", help="measure this model instead, for example a later version of the run")
     whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
     whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")

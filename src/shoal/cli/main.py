@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.cli.answer_arguments import add_answer_commands
 from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
 from shoal.cli.commands.arena import add_arena
@@ -24,21 +23,18 @@ from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.commands.rollouts import add_rollouts
 from shoal.cli.commands.watch import add_report, add_top
-from shoal.cli.result_arguments import add_init, add_result_commands
+from shoal.cli.docs_pages import add_docs
+from shoal.cli.result_arguments import add_answer_commands, add_init, add_result_commands
 from shoal.cli.run.roles import add_roles
 from shoal.cli.run.supervise import (
-    EXIT_DEADLINE,
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     GRACE_S,
-    RunFailed,
 )
-from shoal.cli.ui.errors import Parser, describe_error, is_permanent_refusal
+from shoal.cli.ui.errors import Parser, describe_error, expected_errors, is_permanent_refusal
 from shoal.cli.ui.examples import add_examples
-from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.net.waiting import Stopped
 from shoal.telemetry import start_logging
-from shoal.wire.codes import CorruptData, Rejected
 
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended: its reader, such as `head`, has exited."""
@@ -64,19 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace, stop: threading.Event) -> int:
     """Calls the command's function. Turns an expected error into a message on standard error and an exit code."""
-    from shoal.net.http_client import Refused, Unreachable
+    from shoal.net.http_client import Refused
 
-    codes: dict[type[Exception], int] = {
-        ValueError: EXIT_USAGE,
-        OSError: EXIT_USAGE,
-        Rejected: EXIT_USAGE,
-        CorruptData: EXIT_FAILED,
-        ModuleNotFoundError: EXIT_USAGE,
-        DeadlinePassed: EXIT_DEADLINE,
-        Unreachable: EXIT_DEADLINE,
-        Refused: EXIT_FAILED,
-        RunFailed: EXIT_FAILED,
-    }
+    known = expected_errors()
     start_logging()
     try:
         code = int(options.action(options, stop))
@@ -84,12 +70,12 @@ def run_command(options: argparse.Namespace, stop: threading.Event) -> int:
         return code
     except Stopped:
         return EXIT_INTERRUPTED
-    except tuple(codes) as error:
+    except tuple(known) as error:
         if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
             # `shoal ... | head`: the rest of the buffer must not be written again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return EXIT_BROKEN_PIPE
-        code = next(code for kind, code in codes.items() if isinstance(error, kind))
+        code = next(code for kind, (code, _) in known.items() if isinstance(error, kind))
         if isinstance(error, Refused) and is_permanent_refusal(error.code):
             code = EXIT_USAGE
         print(describe_error(error, options), file=sys.stderr)
@@ -106,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="shoal",
         description=f"Reinforcement learning of reasoning models across computers that nobody has to trust.\n\n{FIRST_COMMANDS}",
-        epilog="shoal COMMAND --help lists the options of a command; docs/cli.md has the exit codes.",
+        epilog="shoal COMMAND --help lists the options of a command; `shoal docs cli` has the exit codes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
@@ -126,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_top(commands)
     add_rollouts(commands)
     add_compare(commands)
+    add_docs(commands)
     add_completion(commands, make_parser)
     add_examples(parser)
     return parser

@@ -1,4 +1,4 @@
-"""Arguments of the commands around a run: `shoal init` before it, `shoal eval`, `export`, `push` and `chat` after it.
+"""Arguments of the commands around a run: `shoal init` before it, `shoal eval`, `export`, `push`, `chat`, `serve` and `verify` after it.
 
 Like arguments.py, this is imported before every command, so it imports nothing but options and their types.
 """
@@ -8,12 +8,19 @@ import threading
 from pathlib import Path
 
 from shoal.cli.ui.values import (
+    MAX_NEW_TOKENS,
     Commands,
+    above_zero,
+    add_compute_options,
+    add_device,
+    add_engine_choice,
+    add_generation_options,
     add_json,
     add_sampling_options,
     add_task_options,
     at_least_one,
     count,
+    port_number,
     url_or_folder,
 )
 
@@ -48,8 +55,18 @@ def add_result_commands(commands: Commands) -> None:
     chat.add_argument(
         "--plain", action="store_true", help="continue the text as it stands, without the chat template"
     )
-    add_sampling_options(chat)
-    chat.set_defaults(action=_chat, seed=None)
+    chat.add_argument(
+        "--max-new-tokens",
+        type=at_least_one,
+        default=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {MAX_NEW_TOKENS})",
+    )
+    chat.add_argument(
+        "--temperature", type=above_zero, default=0.7, help="0.0001 is nearly greedy (default: 0.7)"
+    )
+    chat.add_argument("--seed", type=int, help="the same seed gives the same answers (default: a new one)")
+    add_generation_options(chat)
+    chat.set_defaults(action=_chat)
 
 
 def add_init(commands: Commands) -> None:
@@ -92,8 +109,16 @@ def _add_eval(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, a built-in model, or a coordinator's URL")
-    parser.add_argument("--version", type=count, help="with a URL: which version (default: the newest)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run's folder, a coordinator's URL, a model folder, or a built-in model",
+    )
+    parser.add_argument(
+        "--version",
+        metavar="N",
+        help="of a run: a number, newest, or best by held-out reward (default: newest)",
+    )
     parser.add_argument(
         "--key",
         type=Path,
@@ -133,6 +158,39 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="with a URL whose relays are private: a member's key")
 
 
+def add_answer_commands(commands: Commands) -> None:
+    """Adds serve and verify."""
+    _add_serve(commands)
+    _add_verify(commands)
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add_parser("serve", help="an OpenAI-compatible endpoint whose answers can be verified")
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a built-in model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
+    parser.add_argument(
+        "--max-rows", type=at_least_one, default=64, help="answers that are generated at once (default: 64)"
+    )
+    add_engine_choice(parser)
+    add_compute_options(parser)
+    parser.set_defaults(action=_serve)
+
+
+def _add_verify(commands: Commands) -> None:
+    parser = commands.add_parser("verify", help="check an answer of shoal serve against a model")
+    parser.add_argument("response", type=Path, metavar="RESPONSE.json", help="the whole response, as JSON")
+    parser.add_argument("--model", required=True, help="a folder, or a built-in model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="what to compute in (default: what the answer was made in)",
+    )
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(action=_verify_answer)
+
+
 # -- the commands' functions, imported when called ----------------------------------------------------------
 
 
@@ -164,3 +222,15 @@ def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.evaluate import evaluate
 
     return evaluate(options, stop)
+
+
+def _serve(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.serve import serve
+
+    return serve(options, stop)
+
+
+def _verify_answer(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.verify_answer import verify
+
+    return verify(options, stop)

@@ -3,24 +3,22 @@
 No coordinator has to run, one may run, and nothing is changed.
 """
 
-import json
 import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from shoal.cli.commands.watch import FolderTerms, config_of, coordinator_folder, find_database
 from shoal.cli.ui.values import best_version, held_out_means
-from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Claim, History, Stats
-from shoal.wire.run_spec import RunSpec, TaskSpec
+from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from shoal.shardcast.archive import VersionArchive
@@ -42,7 +40,7 @@ class RunFolder:
     """A run's folder, open for reading. Use it as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        from shoal.swarm.coordinator.context import DATABASE_FILE
+        from shoal.swarm.coordinator.context import DATABASE_FILE, spec_now
         from shoal.swarm.coordinator.store.database import read_only
         from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, run
 
@@ -59,7 +57,7 @@ class RunFolder:
                 f"{folder} holds no run of layout {SCHEMA_VERSION}; use the release of Shoal that ran it"
             )
         held = self._db.execute(run.select()).one()
-        self.spec = RunSpec.parse(held.spec)
+        self.spec = spec_now(self._db, RunSpec.parse(held.spec))
         self.run_key = str(held.run_key)
 
     def __enter__(self) -> Self:
@@ -114,12 +112,8 @@ class RunFolder:
     def local_spec(self) -> RunSpec:
         """Returns the run's terms with a task that reads the coordinator's copies of its files.
 
-        A Python file of the task may be executed if the run file, which this machine's user wrote, names it.
+        A Python file that the folder's run file names is not allowed by that: a stranger may have made the folder.
         """
-        file = self.folder / "run.toml"
-        if file.exists():
-            for task in _tasks_of(tomllib.loads(file.read_text(encoding="utf-8"))):
-                allow_code(TaskSpec.parse(json.dumps(task)))
         return self.spec.with_tasks(lambda task: with_files_from(task, self._coordinator / "data"))
 
     def claim(self, lease_id: str) -> Claim:
@@ -138,7 +132,9 @@ class RunFolder:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise ValueError(f"{path}: {str(error.strerror).lower()}") from None
+            raise ValueError(
+                f"{path}: {str(error.strerror).lower()}; copy the coordinator's objects/ into the run's folder"
+            ) from None
 
     # -- versions -----------------------------------------------------------------------------------------
 
@@ -178,10 +174,3 @@ class RunFolder:
             self.archive.restore(version, out, run_key=self.run_key)
         except Rejected as rejected:
             raise CorruptData(rejected.detail) from None
-
-
-def _tasks_of(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the tables of all tasks in a run file."""
-    tasks = table["task"]
-    yield from [tasks] if isinstance(tasks, dict) else tasks
-    yield from (one["task"] for one in table.get("eval", ()) if isinstance(one["task"], dict))

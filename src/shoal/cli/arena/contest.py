@@ -41,13 +41,15 @@ from shoal.model.load_model import DTYPES, decoder_refuses, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.adaptive import ADAPTIVE_LIES, ENGINE_LIES, Adapted, PlainEngine
 from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, make_behaviour
+from shoal.rollout.adversary.lying_engines import typical_sizes
 from shoal.rollout.adversary.practice import generate_tables, practice_lease
 from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine
 from shoal.rollout.engine.proofs import RawStates
 from shoal.rollout.engine.selection import make_engine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.judge import encode_prompts
-from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, recompute_rows
+from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.recompute import RowsToCheck, recompute_rows
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.proof_noise import Noise
@@ -76,6 +78,7 @@ class ArenaSettings:
 
     model: str
     task: str = "sort"
+    task_options: dict[str, bool | int | float | str] = field(default_factory=dict)
     dtype: ComputeDtype = "bfloat16"
     device: str = "cpu"
     new_tokens: int = 24
@@ -124,11 +127,7 @@ class Arena:
         self.settings, self.folder, self.stop = settings, folder, stop
         dtype = DTYPES[settings.dtype]
         self.policy = LoadedPolicy(0, load_causal(folder, dtype, settings.device), load_tokenizer(folder))
-        self.typical_H = next(
-            one
-            for name, one in self.policy.decoder.named_parameters()
-            if name.endswith("norm.weight") and "layers" not in name
-        ).detach()
+        self.typical_H = typical_sizes(self.policy.decoder)
         self.tolerances = default_tolerances(settings.dtype)
         self.engines: dict[tuple[str, int], Engine] = {}
         self.schemes: list[Scheme] = []
@@ -148,7 +147,7 @@ class Arena:
         return practice_lease(
             "arena",
             f"arena/{settings.seed}/{self.number}",
-            task=TaskSpec(name=settings.task),
+            task=TaskSpec(name=settings.task, options=settings.task_options),
             sampling=Sampling(
                 temperature=settings.temperature,
                 max_new_tokens=settings.new_tokens,

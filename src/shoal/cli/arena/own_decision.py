@@ -146,7 +146,7 @@ class ShoalDecision:
 
 
 class ShoalVerdict(ShoalDecision):
-    """Uses the limit that validators use, 1."""
+    """Uses the limit of validators: a score of 1."""
 
     name = "Shoal"
     source = "docs/toploc.md, as validators decide"

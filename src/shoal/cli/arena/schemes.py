@@ -222,8 +222,20 @@ def _coefficients() -> Tensor:
 MARGIN_CAP = 0.5
 
 
+class WithoutCommitment:
+    """The part that schemes share which compare tokens and log-probs alone: there is nothing to commit to, so nothing to forge."""
+
+    has_limit: ClassVar[bool] = False
+
+    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
+        return [None] * len(states)
+
+    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class TokenDifr:
+class TokenDifr(WithoutCommitment):
     """Token-DiFR (Karvonen et al. 2025, arXiv 2511.20621): the mean margin by which the reference, with the same randomness, prefers
     another token; each token's margin is capped at 0.5, as in the authors' code. It needs no commitment.
 
@@ -234,16 +246,9 @@ class TokenDifr:
     name: ClassVar[str] = "Token-DiFR"
     measured_as: ClassVar[str] = "token-difr"
     source: ClassVar[str] = "arXiv 2511.20621, margin in log-odds"
-    has_limit: ClassVar[bool] = False
 
     def bytes_per_token(self) -> float:
         return 0.0
-
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
-        return [None] * len(states)
-
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> None:
-        return None
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
@@ -322,7 +327,7 @@ BINS = np.concatenate([[-np.inf], np.linspace(-12.0, 0.0, 128)])
 
 
 @dataclass(frozen=True)
-class Logic:
+class Logic(WithoutCommitment):
     """LOGIC (context-labs/logic): the sent log-probs and the verifier's, as two samples of a Kolmogorov-Smirnov test. The score is its
     statistic times the root of the number of tokens.
 
@@ -333,16 +338,9 @@ class Logic:
     name: ClassVar[str] = "LOGIC"
     measured_as: ClassVar[str] = "logic"
     source: ClassVar[str] = "context-labs/logic, Kolmogorov-Smirnov test"
-    has_limit: ClassVar[bool] = False
 
     def bytes_per_token(self) -> float:
         return 4.0
-
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
-        return [None] * len(states)
-
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> None:
-        return None
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
@@ -364,22 +362,15 @@ class Logic:
 
 
 @dataclass(frozen=True)
-class LogprobGap:
+class LogprobGap(WithoutCommitment):
     """The mean |sent - recomputed| log-prob, token by token: the strongest test that log-probs alone allow."""
 
     name: ClassVar[str] = "log-probs"
     measured_as: ClassVar[str] = "logprobs"
     source: ClassVar[str] = "mean difference of log-probs"
-    has_limit: ClassVar[bool] = False
 
     def bytes_per_token(self) -> float:
         return 4.0
-
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
-        return [None] * len(states)
-
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> None:
-        return None
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]

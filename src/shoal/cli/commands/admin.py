@@ -5,9 +5,14 @@ import secrets
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.values import Commands, url
+
+if TYPE_CHECKING:
+    from shoal.wire.keys import Key
+    from shoal.wire.messages import AdminOrder
 
 ACTIONS = {
     "quarantine": "node: check every submission of it",
@@ -42,26 +47,31 @@ def add_admin(commands: Commands) -> None:
 
 
 def admin(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.net.http_client import SignedClient
     from shoal.swarm.coordinator.membership.admission import invite_digest
-    from shoal.telemetry import Log
     from shoal.wire.keys import Key
-    from shoal.wire.messages import AdminOrder, Recorded
+    from shoal.wire.messages import AdminOrder
 
     subject, code = options.subject, ""
     if options.order == "invite":
-        code = secrets.token_urlsafe(18)
+        code = secrets.token_hex(16)  # no code may begin with a dash: it is typed after --invite
         subject = invite_digest(code)
     if len(options.reason) < 3:
         raise ValueError(f"--reason {options.reason!r} is too short; say why, the ledger keeps it")
     order = AdminOrder(reason=options.reason[:300], subject=subject, amount=options.amount)
-    with closing(
-        SignedClient(options.coordinator, Key.load(options.key), log=Log("admin"), stop=stop)
-    ) as client:
-        recorded = client.call("POST", f"/v1/admin/{options.order}", order, Recorded)
-    print(f"{options.order}: done, ledger event {recorded.seq}")
+    seq = send_order(options.coordinator, Key.load(options.key), options.order, order, stop)
+    print(f"{options.order}: done, ledger event {seq}")
     if code:
         print(
             f"invitation: {code}\nA contributor joins with: shoal join {options.coordinator} --invite {code}"
         )
     return EXIT_OK
+
+
+def send_order(url: str, key: "Key", action: str, order: "AdminOrder", stop: threading.Event) -> int:
+    """Sends an action of the operator and returns the number of its event in the ledger."""
+    from shoal.net.http_client import SignedClient
+    from shoal.telemetry import Log
+    from shoal.wire.messages import Recorded
+
+    with closing(SignedClient(url, key, log=Log("admin"), stop=stop)) as client:
+        return client.call("POST", f"/v1/admin/{action}", order, Recorded).seq

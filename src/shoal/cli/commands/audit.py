@@ -12,6 +12,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.run_folder import RunFolder
 from shoal.cli.ui.progress_bar import progress
-from shoal.net.http_client import SignedClient, fetch_files
+from shoal.net.http_client import Refused, SignedClient, fetch_files
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import ReplayedLedger, replay, seed_of
+from shoal.tasks import make_task
 from shoal.tasks.datasets.file_options import run_digests, with_files_from
-from shoal.telemetry import Log
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
+from shoal.telemetry import Log, printable
 from shoal.wire.codes import ACCEPTED, CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
@@ -40,7 +43,7 @@ from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:  # the validator needs torch, which `shoal ledger verify` must do without
     from shoal.swarm.validator.loaded_versions import LoadedVersions
-    from shoal.swarm.validator.recompute import LoadedPolicy
+    from shoal.swarm.validator.prefill import LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
 PAGE_EVENTS = 500
@@ -48,6 +51,8 @@ FETCH_S = 120.0
 """Seconds to try for a version's weights or a task's files."""
 GONE = "no relay holds its version any more"
 """Why a verdict cannot be repeated. A run's folder has all versions; a URL has those that relays keep."""
+DELETED = "the coordinator deleted its rejected file"
+_NOT_REPEATABLE = (GONE, DELETED)
 
 
 # -- shoal ledger verify ------------------------------------------------------------------------------------
@@ -76,7 +81,7 @@ def verify(options: argparse.Namespace, stop: threading.Event) -> int:
             compare(books, shown)
     except (CorruptData, Rejected) as error:
         reason = {"good": False, "reason": error.detail}
-        print(json.dumps(reason) if options.json else f"NOT GOOD: {error.detail}")
+        print(json.dumps(reason) if options.json else f"NOT GOOD: {printable(error.detail)}")
         return EXIT_FAILED
     if options.json:
         counts = {"events": count, "head": head.body.hash, "run_key": run_key, "nodes": len(books.nodes)}
@@ -145,17 +150,22 @@ def compare(books: ReplayedLedger, shown: Stats) -> None:
 
 
 def _events(api: PublicApi, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
-    seq = 1
     with progress("events fetched", last_seq) as advance:
-        while seq <= last_seq:
-            if stop.is_set():
-                raise Stopped(f"stopped at event {seq} of {last_seq}")
-            events = _parse_page(api.get(f"/v1/ledger?from_seq={seq}&limit={PAGE_EVENTS}"), seq)
-            if not events:
-                raise CorruptData(f"the ledger ends before event {seq}; its head says {last_seq}")
-            yield from events[: last_seq - seq + 1]
-            seq += len(events)
-            advance(len(events))
+        for event in read_events(api, 1, last_seq, stop):
+            yield event
+            advance(1)
+
+
+def read_events(api: PublicApi, seq: int, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
+    """Yields the events from number `seq` to `last_seq`. Their hashes are not checked."""
+    while seq <= last_seq:
+        if stop.is_set():
+            raise Stopped(f"stopped at event {seq} of {last_seq}")
+        events = _parse_page(api.get(f"/v1/ledger?from_seq={seq}&limit={PAGE_EVENTS}"), seq)
+        if not events:
+            raise CorruptData(f"the ledger ends before event {seq}; its head says {last_seq}")
+        yield from events[: last_seq - seq + 1]
+        seq += len(events)
 
 
 def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
@@ -214,7 +224,7 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             lease_id = verdict.body["lease_id"]
             found[lease_id] = repeat_verdict(source, reader, verdict, issued[lease_id])
             if not options.json:
-                print(f"  {lease_id}: {describe(found[lease_id], seed_of(books, lease_id))}")
+                print(printable(f"  {lease_id}: {describe(found[lease_id], seed_of(books, lease_id))}"))
     return _print_result(options, len(events), found)
 
 
@@ -287,7 +297,7 @@ def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy"
     """Restores a version from the trainer's archive and loads it. Raises CannotCheck if it is not the leased one."""
     from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
-    from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+    from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 
     version = claim.policy_version
     folder = work / f"v{version}"
@@ -306,22 +316,29 @@ def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy"
 
 def _print_result(options: argparse.Namespace, num_events: int, found: dict[str, str | None]) -> int:
     good = sum(difference is None for difference in found.values())
-    gone = sum(difference == GONE for difference in found.values())
+    reasons = Counter(difference for difference in found.values() if difference in _NOT_REPEATABLE)
+    gone = reasons.total()
     if good + gone == len(found) and not good and not options.json:
-        why = f"because {GONE}" if gone else "because the run has no verdict on a version that can be had"
+        why = (
+            f"because {' or '.join(map(str, reasons))}"
+            if gone
+            else "because the run has no verdict on a version that can be had"
+        )
         print(f"NOTHING WAS CHECKED, {why}")
     if options.json:
         counts = {"events": num_events, "checked": len(found), "good": good, "gone": gone}
         print(json.dumps({**counts, "found": found}))
     else:
-        missing = f"; {gone} could not be repeated because {GONE}" if gone else ""
+        missing = "".join(
+            f"; {count} could not be repeated because {reason}" for reason, count in reasons.items()
+        )
         print(f"verdicts that agree with the ledger: {good} of {len(found)}{missing}")
     return EXIT_OK if good and good + gone == len(found) else EXIT_FAILED
 
 
 def describe(difference: str | None, seed: str | None) -> str:
     """Returns the result of one repeated verdict in words. `seed` is the lease's revealed seed, if it is revealed."""
-    if difference == GONE:
+    if difference in _NOT_REPEATABLE:
         return f"cannot be checked: {difference}"
     if difference is not None:
         return f"NOT GOOD: {difference}"
@@ -375,9 +392,15 @@ def repeat_verdict(
 ) -> str | None:
     """Judges a submission again; returns how the result differs from the ledger, or None if it agrees."""
     from shoal.swarm.validator.judge import judge
-    from shoal.swarm.validator.recompute import CannotCheck
+    from shoal.swarm.validator.prefill import CannotCheck
 
-    claim = source.claim(verdict.body["lease_id"])
+    try:
+        claim = source.claim(verdict.body["lease_id"])
+    except (Rejected, Refused) as error:
+        # Only rejected files are deleted: an accepted one that is missing is an error.
+        if error.code != "request.not_found" or verdict.body["code"] == ACCEPTED:
+            raise
+        return DELETED
     if claim.lease.digest() != issued.body["lease_digest"]:
         return "the lease does not have the digest that the ledger has"
     try:
@@ -392,17 +415,29 @@ def repeat_verdict(
         return f"cannot be checked: {error}"
     except VersionGone:
         return GONE
-    return difference_between(again, verdict)
+    return difference_between(again, verdict, tolerance=_reward_tolerance(source.spec, claim))
 
 
-def difference_between(again: Verdict, verdict: LedgerEvent) -> str | None:
+def _reward_tolerance(spec: RunSpec, claim: Claim) -> float:
+    """Returns the mean difference that rewards may have: 0, unless a judge model computes them."""
+    task = spec.find_task(claim.lease.task.title, trained=claim.lease.purpose == "train")
+    made = None if task is None else make_task(task)
+    return made.score_tolerance if isinstance(made, JudgedAnswers) else 0.0
+
+
+def difference_between(again: Verdict, verdict: LedgerEvent, tolerance: float = 0.0) -> str | None:
     given = verdict.body["code"]
     if again.code != given:
         return f"{again.code}, the ledger has {given}: {again.detail}"
     if given != ACCEPTED:
         return None
-    if list(again.rewards) != verdict.body["rewards"]:
-        return f"rewards are {list(again.rewards)}, the ledger has {verdict.body['rewards']}"
+    before = verdict.body["rewards"]
+    if len(again.rewards) != len(before):
+        return f"{len(again.rewards)} rewards, the ledger has {len(before)}"
+    mean = sum(abs(a - b) for a, b in zip(again.rewards, before, strict=True)) / max(1, len(before))
+    if mean > tolerance:
+        allowed = f" (mean difference {mean:.3f}, score_tolerance is {tolerance:g})" if tolerance else ""
+        return f"rewards are {list(again.rewards)}, the ledger has {before}{allowed}"
     if again.output_tokens != verdict.body["output_tokens"]:
         return f"{again.output_tokens} output tokens, the ledger has {verdict.body['output_tokens']}"
     return None

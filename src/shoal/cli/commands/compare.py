@@ -70,15 +70,10 @@ def read_run(run: str) -> "Snapshot":
     if run.startswith(("http://", "https://")):
         with PublicApi(run) as api:
             return api.read("/v1/page", Snapshot)
-    from shoal.swarm.coordinator.views.page_snapshot import (
-        REPORT_POINTS,
-        make_curve,
-        read_reports,
-        take_snapshot,
-    )
+    from shoal.swarm.coordinator.views.page_snapshot import take_snapshot
 
     with open_folder(Path(run)) as (db, terms):
-        return take_snapshot(db, terms, make_curve(read_reports(db), REPORT_POINTS))
+        return take_snapshot(db, terms)
 
 
 def distinct(names: Sequence[str], runs: Sequence[str]) -> list[str]:
@@ -105,8 +100,9 @@ def late_mean(name: str, digits: int = 3) -> "Callable[[Snapshot], str]":
     def text(run: "Snapshot") -> str:
         values = getattr(run.curve, name)
         late = values[-max(1, round(len(values) * LATE_SHARE)) :] if values else ()
-        # Only zeros: the run did not measure it, for example the KL without a reference.
-        return f"{sum(late) / len(late):.{digits}f}" if any(late) else "-"
+        # A KL of zero in every step was not measured: the run has no reference. Zeros elsewhere are figures.
+        measured = any(values) if name == "kl" else bool(values)
+        return f"{sum(late) / len(late):.{digits}f}" if measured else "-"
 
     return text
 

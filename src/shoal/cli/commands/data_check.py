@@ -20,6 +20,7 @@ from shoal.files import write_atomically
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Outcome, Split, make_task
 from shoal.tasks.datasets.data_set import DataSet, Entry
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.datasets.overlap import QuestionSet
 from shoal.tasks.grading.pool import Answer, grading_pool
 from shoal.wire.run_spec import TaskSpec
@@ -45,6 +46,7 @@ def check_data(options: argparse.Namespace, stop: threading.Event) -> int:
     left_out = dict(index.bad)
     others = _questions(options.against)
     kept: list[int] = []
+    held_out = list(range(sizes[1]))
     with progress("rows", sizes[0]) as advance:
         for seed, entry in _entries(task, "train", stop):
             if others is not None and others.is_asked_in(entry.question):
@@ -53,9 +55,13 @@ def check_data(options: argparse.Namespace, stop: threading.Event) -> int:
                 kept.append(seed)
             advance(1)
     if options.gold:
-        wrong = _wrong_golds(task, kept, stop)
+        wrong = _wrong_golds(task, "train", kept, stop)
         left_out |= dict(wrong.values())
         kept = [seed for seed in kept if seed not in wrong]
+        if not task.eval_path:  # rows of a test file have other numbers; check it with path = the test file
+            wrong = _wrong_golds(task, "eval", held_out, stop)
+            left_out |= dict(wrong.values())
+            held_out = [seed for seed in held_out if seed not in wrong]
     report = {
         "file": task.path,
         "rows": index.num_rows,
@@ -65,11 +71,11 @@ def check_data(options: argparse.Namespace, stop: threading.Event) -> int:
         },
         "not_trained_on": task.split_rows.left_out,
         "train": len(kept),
-        "eval": sizes[1],
+        "eval": len(held_out),
         "left_out": {str(number): left_out[number] for number in sorted(left_out)},
     }
     if options.out is not None:
-        _write(options.out, task, kept, left_out)
+        _write(options.out, task, kept, held_out, left_out)
     print(json.dumps(report) if options.json else _format(report, options.out))
     refused = len(index.bad) > found.max_bad_share * index.num_rows
     return EXIT_REFUSED if refused else EXIT_OK
@@ -97,12 +103,16 @@ def _entries(task: DataSet, split: Split, stop: threading.Event) -> Iterator[tup
         yield seed, task.entry(split, seed)
 
 
-def _wrong_golds(task: DataSet, seeds: list[int], stop: threading.Event) -> dict[int, tuple[int, str]]:
+def _wrong_golds(
+    task: DataSet, split: Split, seeds: list[int], stop: threading.Event
+) -> dict[int, tuple[int, str]]:
     """Returns the seeds of rows whose own answer is not graded right, with row number and reason. Rows without one are skipped."""
     wrong: dict[int, tuple[int, str]] = {}
+    if isinstance(task, JudgedAnswers):
+        return wrong  # a judge model scores answers; there are no right ones
     with progress("gold answers", len(seeds)) as advance:
         for start in range(0, len(seeds), GOLD_ROWS):
-            part = [(seed, task.entry("train", seed)) for seed in seeds[start : start + GOLD_ROWS]]
+            part = [(seed, task.entry(split, seed)) for seed in seeds[start : start + GOLD_ROWS]]
             given = [
                 (seed, one) for seed, one in part if one.problem.answer.strip("`\n ") not in ("", "python")
             ]
@@ -121,11 +131,11 @@ def _wrong_golds(task: DataSet, seeds: list[int], stop: threading.Event) -> dict
     return wrong
 
 
-def _write(out: Path, task: DataSet, kept: list[int], left_out: dict[int, str]) -> None:
+def _write(out: Path, task: DataSet, kept: list[int], held_out: list[int], left_out: dict[int, str]) -> None:
     with write_atomically(out) as file:
         for seed in kept:
             file.write(json.dumps(task.entry("train", seed).row).encode() + b"\n")
-        for seed in range(0 if task.eval_path else task.size("eval")):
+        for seed in [] if task.eval_path else held_out:
             file.write(json.dumps(task.entry("eval", seed).row).encode() + b"\n")
     with write_atomically(out.with_name(f"{out.name}.unusable.jsonl")) as file:
         for number in sorted(left_out):

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import ipaddress
 import math
+import os
 import secrets
 import threading
 import time
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from shoal.diloco.site.diloco_file import DilocoFile
     from shoal.diloco.site.site import SiteProgress
+    from shoal.diloco.site_ranks import SiteRanks
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.config import DilocoConfig
 
@@ -184,15 +187,52 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)
+    ranks = _join_ranks(file, options)
     check_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     options.dir.mkdir(parents=True, exist_ok=True)
+    if ranks is not None:
+        if ranks.leads:
+            _site_id(options.dir)  # the other ranks read it
+        ranks.wait_for_all()
+        if not ranks.leads:
+            return _follow(file, options, stop, ranks)
     with lock_folder(options.dir, stop):
-        return _train_in_locked_folder(file, options, stop)
+        return _train_in_locked_folder(file, options, stop, ranks)
 
 
-def _train_in_locked_folder(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
+def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "SiteRanks | None":
+    """Connects the processes that torchrun started for this site; returns None for a single process."""
+    from shoal.diloco.site_ranks import join_site_ranks
+
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return None
+    if size > file.inner.batch:
+        raise ValueError(
+            f"{size} ranks for inner.batch = {file.inner.batch} samples: some would have none; start at most {file.inner.batch}"
+        )
+    if options.device == "cuda":
+        options.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    timeout_s = max(options.join_s, 3 * file.rounds.deadline_s) + 60
+    return join_site_ranks(rank=rank, size=size, device=options.device, timeout_s=timeout_s)
+
+
+def _follow(
+    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "SiteRanks"
+) -> int:
+    from shoal.diloco.site.site import Site
+
+    peer = _site_id(options.dir)
+    site = Site(file, None, folder=options.dir, device=options.device, peer=peer, stop=stop, ranks=ranks)
+    site.follow()
+    return EXIT_OK
+
+
+def _train_in_locked_folder(
+    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "SiteRanks | None"
+) -> int:
     from rich.console import Console
     from rich.live import Live
 
@@ -208,6 +248,7 @@ def _train_in_locked_folder(file: "DilocoFile", options: argparse.Namespace, sto
         device=options.device,
         peer=_site_id(options.dir),
         stop=stop,
+        ranks=ranks,
     )
     console = Console(stderr=True, highlight=False)
     # At a terminal a thread redraws the state, because a round may take minutes; elsewhere the log is enough.
@@ -349,7 +390,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     except StreamBroken as broken:
         raise DeadlinePassed(str(broken)) from None
     for address in mesh.addresses:
-        print(f"join: {address}", flush=True)
+        print(f"join: {address}   # {reach_of(address)}", flush=True)
     said: list[str] = []
     try:
         while not stop.is_set():
@@ -364,6 +405,17 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
 
 
 # -- what is shown ------------------------------------------------------------------------------------------
+
+
+def reach_of(address: str) -> str:
+    """Returns from where a libp2p address can be joined, in words."""
+    try:
+        ip = ipaddress.ip_address(address.split("/")[2])
+    except (IndexError, ValueError):
+        return "from where this name is known"
+    if ip.is_loopback:
+        return "from this machine"
+    return "from this network" if ip.is_private else "from anywhere"
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:

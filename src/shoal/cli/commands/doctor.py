@@ -19,7 +19,9 @@ from shoal.cli.run.confined_worker import confinement
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.errors import split_remedy
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import byte_size
 from shoal.net.http_client import Unreachable
+from shoal.telemetry import printable
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Stats
@@ -183,20 +185,16 @@ def _weights(api: PublicApi, info: Info, stats: Stats, dir: Path) -> list[Health
     except (Unreachable, Rejected) as error:
         return [HealthCheck("weights", "bad", f"no manifest: {error}", "ask the operator")]
     needed, free = manifest.num_bytes * (info.spec.max_lag + 2), shutil.disk_usage(dir).free
-    words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {_size(needed)} for all versions that are kept"
+    words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {byte_size(needed)} for all versions that are kept"
     disk = HealthCheck("disk", "good", words)
     if free < needed:
         disk = HealthCheck(
-            "disk", "bad", f"{words}; {_size(free)} free", "free some disk space, or choose another --dir"
+            "disk", "bad", f"{words}; {byte_size(free)} free", "free some disk space, or choose another --dir"
         )
     live = [relay for relay in stats.relays if relay.liveness != "offline"]
     if not live:
         return [disk, HealthCheck("relays", "bad", "no relay is live", "ask the operator")]
     return [disk, *(_relay(relay.url, manifest) for relay in live)]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _relay(url: str, manifest: Manifest) -> HealthCheck:
@@ -247,7 +245,7 @@ MARKS = {"good": "ok  ", "weak": "weak", "bad": "BAD "}
 def print_findings(findings: list[HealthCheck]) -> None:
     for finding in findings:
         remedy = f" -> {finding.remedy}" if finding.remedy else ""
-        print(f"  {MARKS[finding.state]} {finding.name:<12} {finding.words}{remedy}")
+        print(f"  {MARKS[finding.state]} {finding.name:<12} {printable(finding.words)}{remedy}")
 
 
 def doctor(options: argparse.Namespace, stop: threading.Event) -> int:

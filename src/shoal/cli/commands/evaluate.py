@@ -27,14 +27,15 @@ from shoal.cli.commands.sample_answers import (
 )
 from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS, pass_at, wilson
+from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, pass_at, wilson
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome
 from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_option
-from shoal.telemetry import Log
+from shoal.telemetry import Log, printable
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Stats
@@ -119,7 +120,7 @@ def format_answers(answered: Sequence[tuple[PosedProblem, tuple[GradedAnswer, ..
 def _in_lines(text: str) -> str:
     """Returns a text with its further lines indented, truncated if it is long."""
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
-    return shown.strip("\n").replace("\n", "\n          ")
+    return printable(shown.strip("\n"), keep="\n\t").replace("\n", "\n          ")
 
 
 def write_answers(path: Path, answered: Sequence[tuple[PosedProblem, tuple[GradedAnswer, ...]]]) -> None:
@@ -201,31 +202,58 @@ def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
 def _source(
     options: argparse.Namespace, stop: threading.Event
 ) -> Iterator[tuple[Path, TaskSpec, ModelSource]]:
-    """Yields the model's folder, the task, and the model's source. A published version is fetched into a temporary folder."""
+    """Yields the model's folder, the task, and the model's source. A version of a run is written into a temporary folder."""
+    if is_run_folder(Path(options.model)):
+        with RunFolder(Path(options.model)) as run, tempfile.TemporaryDirectory() as into:
+            version = run.find_version(NEWEST if options.version is None else options.version)
+            run.restore(version, Path(into))
+            spec = run.local_spec().task if options.task is None else task_spec(options)
+            yield Path(into), spec, ModelSource(version, run.spec.sampling.of(spec))
+        return
     if not options.model.startswith(("http://", "https://")):
         if options.task is None:
             raise ValueError(
-                "--task is missing; it names the task to evaluate on, and docs/tasks.md lists them"
+                "--task is missing; it names the task to evaluate on, and `shoal docs tasks` lists them"
             )
         if options.version is not None:
-            raise ValueError("--version needs a coordinator's URL as MODEL; leave it out for a folder")
+            raise ValueError(
+                "--version needs a run's folder or a coordinator's URL as MODEL; leave it out for a model folder"
+            )
         with model_folder(options.model) as folder:
             yield folder, task_spec(options), ModelSource(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
         with PublicApi(options.model) as api:
-            info, folder, version = fetch_published(api, options, Path(into), stop)
+            number = find_published(api, options.version or NEWEST)
+            info, folder, version = fetch_published(api, number, Path(into), options.key, stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
         yield folder, spec, ModelSource(version, info.spec.sampling)
 
 
+def find_published(api: PublicApi, name: str) -> int | None:
+    """Returns the version that `best` or a number names; None for `newest`."""
+    if name == NEWEST:
+        return None
+    if name.isdigit():
+        return int(name)
+    if name != BEST:
+        raise ValueError(f"--version {name}: use a number, best or newest")
+    means = held_out_means(api.read("/v1/stats", Stats).evaluations)
+    if not means:
+        raise ValueError(f"{api.url} has no complete held-out evaluation yet; use --version newest")
+    return best_version(means)
+
+
 def fetch_published(
-    api: PublicApi, options: argparse.Namespace, into: Path, stop: threading.Event
+    api: PublicApi, version: int | None, into: Path, key: Path | None, stop: threading.Event
 ) -> tuple[Info, Path, int]:
-    """Fetches a published version and verifies it with the run's key; with `--key`, also from private relays."""
+    """Fetches a published version, None for the newest, and verifies it with the run's key.
+
+    `key` is a member's key, for relays that are private.
+    """
     from shoal.shardcast import RelayChoice, fetch_version
 
-    version, log = options.version, Log("eval")
+    log = Log("eval")
     info = api.read("/v1/info", Info)
     found = api.find(f"/v1/policies/{'latest' if version is None else version}")
     if found is None:
@@ -237,8 +265,8 @@ def fetch_published(
     sources += [stats.origin] if stats.origin else []
     with contextlib.ExitStack() as stack:
         ticket = None
-        if options.key is not None:
-            client = SignedClient(options.model, Key.load(options.key), log=log, stop=stop)
+        if key is not None:
+            client = SignedClient(api.url, Key.load(key), log=log, stop=stop)
             stack.callback(client.close)
             ticket = Tickets(client, log=log)
         willing = _willing(sources, ticket)
@@ -261,8 +289,14 @@ def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
     """Returns the sources that do not refuse us. A fetch would keep asking the others until its deadline."""
     header = ticket() if ticket is not None else ""
     headers = {"Authorization": header} if header else {}
-    refused = [source for source in sources if _refuses(source, headers)]
-    if refused == sources:
+    status = {source: _status(source, headers) for source in sources}
+    if not any(status.values()):
+        tried = f"neither relays nor origin answer ({', '.join(sources)})" if sources else "no relay is live"
+        raise ValueError(
+            f"the weights cannot be fetched: {tried}; try again when `shoal doctor URL` finds one"
+        )
+    refused = [source for source in sources if status[source] in (401, 403)]
+    if len(refused) == len(sources):
         what = "accept no ticket that --key gets" if ticket is not None else "serve members of the run only"
         raise ValueError(
             f"{', '.join(sources)} {what}; give --key FILE: node.key of a worker that joined, or a role's key of the run"
@@ -270,12 +304,12 @@ def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
     return [source for source in sources if source not in refused]
 
 
-def _refuses(source: str, headers: dict[str, str]) -> bool:
+def _status(source: str, headers: dict[str, str]) -> int | None:
+    """Returns the status with which a source answers; None if it does not."""
     try:
-        answer = httpx2.get(f"{source}/ticket", headers=headers, timeout=TIMEOUT_S)
+        return httpx2.get(f"{source}/ticket", headers=headers, timeout=TIMEOUT_S).status_code
     except httpx2.HTTPError:
-        return False  # it may be reachable again later, while others serve
-    return answer.status_code in (401, 403)
+        return None  # it may be reachable again later, while others serve
 
 
 def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from shoal import __version__
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
+from shoal.cli.run_folder import RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means
+from shoal.cli.ui.values import held_out_means
 from shoal.net.waiting import Stopped
+from shoal.telemetry import printable
 from shoal.wire.ledger import LedgerHead
-from shoal.wire.messages import History, Stats
+from shoal.wire.messages import History
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import RunSpec, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
@@ -130,18 +131,12 @@ def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
 
 
 def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tuple[Path, RunFacts]:
-    from shoal.cli.commands.evaluate import fetch_published
+    from shoal.cli.commands.evaluate import fetch_published, find_published
     from shoal.shardcast.manifest_files import read_manifest
 
     with PublicApi(options.run) as api:
-        means = held_out_means(api.read("/v1/stats", Stats).evaluations)
-        if options.version == BEST and not means:
-            raise ValueError(f"{options.run} has no complete held-out evaluation yet; use --version newest")
-        number = best_version(means) if options.version == BEST else None
-        if options.version not in (BEST, NEWEST):
-            number = int(options.version)
-        ask = argparse.Namespace(model=options.run, version=number, key=options.key)
-        info, folder, version = fetch_published(api, ask, into, stop)
+        number = find_published(api, options.version)
+        info, folder, version = fetch_published(api, number, into, options.key, stop)
         head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
         history = api.read("/v1/history", History)
     manifest = read_manifest(folder)
@@ -235,12 +230,11 @@ def chat(options: argparse.Namespace, stop: threading.Event) -> int:
     """Answers lines of standard input, or --prompt, with the model. Earlier turns are part of a conversation."""
     from shoal.cli.commands.sample_answers import load_engine
 
-    options.max_new_tokens = options.max_new_tokens or MAX_NEW_TOKENS
     with _chat_folder(options) as folder:
         engine = load_engine(folder, options)
     talk = Conversation(engine, options)
     if options.prompt is not None:
-        print(talk.answer(options.prompt, stop))
+        _print_reply(talk.answer(options.prompt, stop))
         return EXIT_OK
     at_terminal = sys.stdin.isatty()
     if at_terminal:
@@ -254,8 +248,17 @@ def chat(options: argparse.Namespace, stop: threading.Event) -> int:
         if not line.strip():
             talk.begin()
             continue
-        print(talk.answer(line.rstrip("\n"), stop), flush=True)
+        _print_reply(talk.answer(line.rstrip("\n"), stop))
     return EXIT_OK
+
+
+def _print_reply(reply: str) -> None:
+    print(printable(reply, keep="\n\t"), flush=True)
+    if not reply.strip():
+        print(
+            "the answer is empty; ask as the run's task does: `shoal rollouts RUN` shows its prompts",
+            file=sys.stderr,
+        )
 
 
 class Conversation:
@@ -295,7 +298,7 @@ class Conversation:
             prompt_tokens=tokens,
             sample_seed=sample_seed(source, self._drawn, 0),
             max_new_tokens=self._options.max_new_tokens,
-            temperature=self._options.temperature or 0.7,
+            temperature=self._options.temperature,
         )
         self._engine.submit([request])
         while self._engine.has_work:

@@ -22,13 +22,14 @@ from shoal.cli.run.confined_worker import confinement, run_confined
 from shoal.cli.run.roles import limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import check_device
+from shoal.cli.ui.values import byte_size, check_device
+from shoal.cli.ui.view import shown_trust
 from shoal.files import write_bytes_atomically
 from shoal.landlock import Confinement, Protection
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import Stopped
 from shoal.rollout.worker.worker_folder import LOG_FILE, PAUSE_NOW
-from shoal.telemetry import Log
+from shoal.telemetry import Log, printable
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.delegation import read_delegation
 from shoal.wire.keys import Key
@@ -53,13 +54,20 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
     from shoal.cli.commands.doctor import examine, print_findings
+    from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import check_engine
     from shoal.rollout.worker.worker_folder import is_in_use
 
     if is_in_use(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
     check_device(options.device)
-    check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
+    check_engine(
+        options.engine,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
+        weights=options.weights,
+        draft=DraftSettings.parse(options.draft, options.draft_rows, options.device),
+    )
     _check_stop(stop)
     options.url = _choose_run(options)
     print(f"Checking this machine and {options.url} ...")
@@ -69,7 +77,8 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     print_findings(findings)
     if bad := [finding for finding in findings if finding.state == "bad"]:
         print(
-            f"Not joining: {bad[0].name}: {bad[0].words}" + (f" -> {bad[0].remedy}" if bad[0].remedy else "")
+            printable(f"Not joining: {bad[0].name}: {bad[0].words}")
+            + (f" -> {bad[0].remedy}" if bad[0].remedy else "")
         )
         return EXIT_FAILED
     key = _load_or_create_key(options.dir)
@@ -119,7 +128,7 @@ def _run_with_view(options: argparse.Namespace, rules: Confinement, stop: thread
             f"credit {last[1].credit:,}; accepted {last[1].accepted}, refused {last[1].rejected}, void {last[1].void}"
         )
     if code not in (EXIT_OK, EXIT_INTERRUPTED):
-        print(f"the worker ended: {last_line(log)} (log: {log})", file=sys.stderr)
+        print(f"the worker ended: {printable(last_line(log))} (log: {log})", file=sys.stderr)
     elif code == EXIT_INTERRUPTED:
         print(
             f"stopped. Continue: shoal join {options.url} --dir {options.dir}. Delete all of it: shoal remove --dir {options.dir}"
@@ -151,7 +160,7 @@ def _uses(options: argparse.Namespace, info: Info, version_bytes: int | None) ->
         for rate, way in ((options.download_mbit, "down"), (options.upload_mbit, "up"))
         if rate is not None
     )
-    needed = None if version_bytes is None else (info.spec.max_lag + 2) * version_bytes / 1e9
+    needed = None if version_bytes is None else (info.spec.max_lag + 2) * version_bytes
     if options.disk_gb is not None:
         disk = f"at most {options.disk_gb:g} GB of disk"
         if version_bytes is not None and options.disk_gb * 1e9 < 2 * version_bytes:
@@ -160,11 +169,11 @@ def _uses(options: argparse.Namespace, info: Info, version_bytes: int | None) ->
                 f"use at least --disk-gb {2.2 * version_bytes / 1e9:.2g}"
             )
     else:
-        disk = "disk for the weights" if needed is None else f"about {needed:.2g} GB of disk"
+        disk = "disk for the weights" if needed is None else f"about {byte_size(needed)} of disk"
     first = (
         ""
         if version_bytes is None
-        else f"; {version_bytes / 1e6:,.0f} MB to download first, then mostly changes"
+        else f"; {byte_size(version_bytes)} to download first, then mostly changes"
     )
     return f"{used} of {cores} cores, {memory}, {disk}{first}\n            {rates or 'no limit of bandwidth'}"
 
@@ -203,7 +212,7 @@ def consent(info: Info, node: str, url: str, folder: Path, protections: list[Pro
     limits = "\n            ".join(str(protection) for protection in protections)
     return f"""
 What joining means
-  run       {spec.run} at {url}, task {spec.task.name}; its key is {info.run_key[:16]}...
+  run       {printable(spec.run)} at {url}, task {printable(spec.task.name)}; its key is {info.run_key[:16]}...
   node      {node}
   runs      Shoal's own worker with the run's weights and tokenizer, which are read as data. No file of the run is executed.
   uses      {uses}
@@ -258,11 +267,16 @@ def status(options: argparse.Namespace, stop: threading.Event) -> int:
         print(f"node {key.public[:16]}: not enrolled yet")
         return EXIT_FAILED
     final = view.credit - view.credit_held
-    print(f"node {view.node[:16]}: {view.trust}, {view.liveness}; {view.phase or 'no phase yet'}")
+    print(
+        printable(
+            f"node {view.node[:16]}: {shown_trust(view)}, {view.liveness}; {view.phase or 'no phase yet'}"
+        )
+    )
     print(f"  accepted {view.accepted}, refused {view.rejected}, void {view.void}")
     print(f"  credit {view.credit}: {final} final, {view.credit_held} held")
     if view.last_code is not None:
-        print(f"  last verdict: {view.last_code}" + (f": {view.last_detail}" if view.last_detail else ""))
+        detail = f": {view.last_detail}" if view.last_detail else ""
+        print(printable(f"  last verdict: {view.last_code}{detail}"))
         if view.last_code in CODES:
             print(f"  what to do: {CODES[view.last_code].remedy}")
     if (options.dir / "paused").exists():
@@ -290,11 +304,20 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def pause(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.rollout.worker.worker_folder import is_in_use
+
     _joined(options.dir)
     flag = options.dir / "paused"
     if options.off:
         flag.unlink(missing_ok=True)
-        print("continuing")
+        print(
+            "continuing" if is_in_use(options.dir) else "not paused any more; `shoal join` starts the worker"
+        )
+    elif not is_in_use(options.dir):
+        flag.touch()
+        print(
+            f"no worker runs in {options.dir}; the next one starts paused. `shoal pause --off` takes that back"
+        )
     elif options.now:
         write_text(flag, PAUSE_NOW)
         print(
@@ -307,30 +330,37 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def leave(options: argparse.Namespace, stop: threading.Event) -> int:
+    if _leave_run(options.dir, stop):
+        print("left; joining again brings the node back")
+    else:
+        print("the worker leaves the run after it has delivered the current lease")
+    return EXIT_OK
+
+
+def _leave_run(folder: Path, stop: threading.Event) -> bool:
+    """Leaves the run and returns True; if a worker runs in the folder, tells it to leave and returns False."""
     from shoal.rollout.worker.worker_folder import is_in_use
 
-    key, url = _joined(options.dir)
-    if is_in_use(options.dir):
-        (options.dir / "leaving").touch()
-        print("the worker leaves the run after it has delivered the current lease")
-        return EXIT_OK
+    key, url = _joined(folder)
+    if is_in_use(folder):
+        (folder / "leaving").touch()
+        return False
     with closing(SignedClient(url, key, log=Log("leave"), stop=stop)) as client:
         session = client.call("POST", "/v1/session", OpenSession(software="shoal"), Session)
         client.call("POST", "/v1/leave", Leave(epoch=session.epoch), Recorded)
-    print("left; joining again brings the node back")
-    return EXIT_OK
+    return True
 
 
 def remove(options: argparse.Namespace, stop: threading.Event) -> int:
     """Leaves the run and deletes what a node's folder holds. Files that Shoal did not write there are kept."""
-    from shoal.rollout.worker.limits import folder_bytes
+    from shoal.files import folder_bytes
     from shoal.rollout.worker.worker_folder import NODE_FILES
 
     key = load_key(options.dir)
     size = folder_bytes(options.dir)
     lost = "its key is kept" if options.keep_key else "its key too, and with it the claim to its credit"
     print(
-        f"This leaves the run and deletes node {key.public[:16]} in {options.dir} ({size / 1e9:.2f} GB), {lost}."
+        f"This leaves the run and deletes node {key.public[:16]} in {options.dir} ({byte_size(size)}), {lost}."
     )
     if not options.yes and not _ask_yes_no(
         "Delete? [y/N] ", stop, flag="delete without a question with --yes"
@@ -348,7 +378,7 @@ def remove(options: argparse.Namespace, stop: threading.Event) -> int:
         print(f"kept in {options.dir}: {', '.join(left)}")
     else:
         options.dir.rmdir()
-    print(f"deleted {size / 1e9:.2f} GB. To uninstall the program: pip uninstall shoal-rl")
+    print(f"deleted {byte_size(size)}. To uninstall the program: pip uninstall shoal-rl")
     return EXIT_OK
 
 
@@ -359,7 +389,7 @@ def _leave_before_removal(options: argparse.Namespace, stop: threading.Event) ->
     is_running = is_in_use(options.dir)
     if (options.dir / JOINED).exists():
         try:
-            leave(options, stop)
+            _leave_run(options.dir, stop)
         except (Unreachable, Refused) as error:
             print(f"the coordinator was not told, so the node's leases there expire by themselves: {error}")
     elif is_running:
@@ -434,7 +464,7 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.judge import judge
-    from shoal.swarm.validator.recompute import LoadedPolicy
+    from shoal.swarm.validator.prefill import LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
     kept = json.loads(lease_file.read_text(encoding="utf-8"))

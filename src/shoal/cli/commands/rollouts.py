@@ -15,6 +15,7 @@ from shoal.cli.commands.watch import open_folder, read_rollouts_at
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.values import Commands, at_least_one, count
 from shoal.net.waiting import Stopped
+from shoal.telemetry import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -87,9 +88,24 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
                 print(group.model_dump_json())
             else:
                 print_group(group)
-    if not shown:
-        print("no rollouts match; older ones may be gone (coordinator.rollouts_mb)", file=sys.stderr)
+        if not shown:
+            print(explain_no_match(read, query), file=sys.stderr)
     return EXIT_OK
+
+
+def explain_no_match(read: Read, query: "RolloutQuery") -> str:
+    """Returns why nothing was printed, with the newest rollout that the run has."""
+    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
+
+    newest = read(RolloutQuery(held_out=query.held_out, limit=1)).groups
+    if not newest:
+        kind = "to held-out problems " if query.held_out else ""
+        return f"the run has no checked answers {kind}yet, or does not keep them (coordinator.rollouts_mb)"
+    found = newest[0]
+    return (
+        f"no rollouts match. The newest one has version {found.policy_version}, task {printable(found.task)}, worker "
+        f"{printable(found.node[:8])}; loosen the filters. Older versions may have been deleted (coordinator.rollouts_mb)"
+    )
 
 
 @contextmanager
@@ -136,22 +152,26 @@ def print_group(group: "RolloutGroup") -> None:
 
     console = Console(highlight=False)
     mean = sum(sample.reward for sample in group.samples) / len(group.samples)
-    kind = "held-out" if group.held_out else group.state
+    kind = "held-out" if group.held_out else escape(printable(group.state))
+    worker = escape(printable(group.node[:8]))
     console.print(
-        f"[bold]version {group.policy_version}[/bold]  {escape(group.task)}  worker {group.node[:8]}  {kind}  "
+        f"[bold]version {group.policy_version}[/bold]  {escape(printable(group.task))}  worker {worker}  {kind}  "
         f"mean reward {mean:.3f}"
     )
-    console.print(Text(group.prompt, style="cyan"))
+    console.print(Text(printable(group.prompt, keep="\n\t"), style="cyan"))
     if group.expected:
-        console.print(Text(f"expected: {group.expected}", style="dim"))
+        expected = printable(group.expected, keep="\n\t")
+        console.print(Text(f"expected: {expected}", style="dim"))
     table = Table(box=None, pad_edge=False, show_edge=False)
     for name in ("reward", "tokens", "answer"):
         table.add_column(name, justify="left" if name == "answer" else "right", overflow="fold")
     for sample in group.samples:
         length = f"{sample.num_tokens}{'' if sample.ended else ' cut'}"
         table.add_row(f"{sample.reward:.3g}", length, colour_tokens(sample))
+        if sample.judgement:
+            table.add_row("", "", Text(f"judge: {sample.judgement}", style="dim"))
     console.print(table)
-    console.print(Text(f"{group.code}: {why_believed(group)}", style="dim"), "")
+    console.print(Text(printable(f"{group.code}: {why_believed(group)}"), style="dim"), "")
 
 
 def colour_tokens(sample: "SampleText") -> "Text":
@@ -163,7 +183,9 @@ def colour_tokens(sample: "SampleText") -> "Text":
         if sample.cut_at and place == sample.cut_at:
             text.append(f" ... {sample.num_tokens - len(sample.pieces)} tokens not shown ... ", "dim")
         chance = math.exp(min(0.0, logprob))
-        text.append(piece, next(style for least, style in TOKEN_STYLES if chance >= least))
+        text.append(
+            printable(piece, keep="\n\t"), next(style for least, style in TOKEN_STYLES if chance >= least)
+        )
     return text
 
 
@@ -176,7 +198,8 @@ def why_believed(group: "RolloutGroup") -> str:
     }
     words = ["every check" if group.checks == "full" else "graded, proofs not drawn for a check"]
     if "exponent_mismatches_max" in group.evidence:
-        words.append(f"at most {group.evidence['exponent_mismatches_max']} proof mismatches in a segment")
+        most = group.evidence["exponent_mismatches_max"]
+        words.append(f"at most {most} proof mismatches in a segment" if most else "no proof mismatch")
     words += [f"{name} {value:.2f}" for name, value in scores.items()]
     return ", ".join(words)
 
@@ -206,6 +229,7 @@ def export(groups: "Iterable[RolloutGroup]", path: Path) -> int:
             ("answer", pa.string()),
             ("reward", pa.float64()),
             ("outcome", pa.string()),
+            ("judgement", pa.string()),
             ("num_tokens", pa.int64()),
             ("ended", pa.bool_()),
             ("pieces", pa.list_(pa.string())),

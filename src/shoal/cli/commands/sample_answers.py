@@ -21,10 +21,13 @@ from shoal.cli.ui.values import check_device
 from shoal.model.stop_strings import text_before_stop
 from shoal.model.tokenizer import ChatSetting
 from shoal.net.waiting import Stopped
-from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
+from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Reward, Split, Task, make_task
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.hub_files import with_hub_files
-from shoal.tasks.task_errors import conversation_before, grade_answer
+from shoal.tasks.datasets.judged_answers import JudgedAnswers
+from shoal.tasks.each_once import choose_problems
+from shoal.tasks.grading.pool import Answer
+from shoal.tasks.task_errors import conversation_before, grade_answer, pose_problem, pose_twice
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -95,11 +98,11 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[PosedPr
     if isinstance(task, Finite):
         size = task.size(split)
         if not size:
-            task.problem(split, 0)  # raises an error that says why there are none
-        chosen: Sequence[int] = range(size)
-        if count is not None and count < size:
-            chosen = sorted(random.Random(f"pose/{seed}").sample(chosen, count))
-        return [PosedProblem(place, index, task.problem(split, index)) for place, index in enumerate(chosen)]
+            pose_problem(task, split, 0)  # raises an error that says why there are none
+        chosen = choose_problems(size, count, seed)
+        return [
+            PosedProblem(place, index, pose_problem(task, split, index)) for place, index in enumerate(chosen)
+        ]
     if count is None:
         raise ValueError("this task generates problems without end; give --problems, how many are wanted")
     found: dict[str, PosedProblem] = {}
@@ -107,7 +110,7 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[PosedPr
     misses = 0
     while len(found) < count and misses < TRIES:
         number = rng.getrandbits(63)
-        problem = task.problem(split, number)
+        problem = pose_problem(task, split, number) if found else pose_twice(task, split, number)
         misses = misses + 1 if problem.prompt in found else 0
         found.setdefault(problem.prompt, PosedProblem(len(found), number, problem))
     return list(found.values())
@@ -115,21 +118,28 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[PosedPr
 
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """Yields the folder called `name`, or a temporary folder with the built-in model of that name."""
-    if Path(name).is_dir():
-        yield Path(name)
-        return
-    from shoal.model.builtin import create_model
+    """Yields the folder called `name`, or a temporary folder with the model of that name.
 
-    with tempfile.TemporaryDirectory() as folder:
+    A folder whose weights transformers has to convert is written to a temporary one too, as the first version of a run is.
+    """
+    from shoal.model.builtin import create_model
+    from shoal.model.load_model import stores_other_names
+
+    folder = Path(name)
+    if folder.is_dir() and not ((folder / "config.json").exists() and stores_other_names(folder)):
+        yield folder
+        return
+
+    with tempfile.TemporaryDirectory() as into:
         with progress(f"writing {name} to a temporary folder"):
-            create_model(name, Path(folder) / "model", 0)
-        yield Path(folder) / "model"
+            create_model(name, Path(into) / "model", 0)
+        yield Path(into) / "model"
 
 
 def load_engine(folder: Path, options: argparse.Namespace, proof: ProofSpec | None = None) -> "Engine":
     import torch
 
+    from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import make_engine
 
     check_device(options.device)
@@ -142,8 +152,9 @@ def load_engine(folder: Path, options: argparse.Namespace, proof: ProofSpec | No
         max_rows=options.max_rows,
         device=options.device,
         tensor_parallel=options.tensor_parallel,
+        draft=DraftSettings.parse(options.draft, options.draft_rows, options.device),
     )
-    with progress(f"loading {folder.name}"):
+    with progress("loading the model"):
         engine.load(folder, 0)
     return engine
 
@@ -165,10 +176,13 @@ def answer(
     while engine.has_work:
         if stop.is_set():
             raise Stopped("stopped while generating")
-        for row in engine.step():
+        rows = engine.step()
+        problems = [by_place[row.request.prompt_index].problem for row in rows]
+        graded = _graded(engine, task, problems, rows, spec)
+        for row, answer in zip(rows, graded, strict=True):
             place = row.request.prompt_index
             group = open_groups[place]
-            group[row.request.sample_index] = _graded(engine, task, by_place[place].problem, row, spec)
+            group[row.request.sample_index] = answer
             advance(1)
             complete = tuple(one for one in group if one is not None)
             if len(complete) == draw.samples:
@@ -200,19 +214,48 @@ def _requests(
 
 
 def _graded(
-    engine: "Engine", task: Task, problem: Problem, row: "FinishedRow", spec: TaskSpec
-) -> GradedAnswer:
+    engine: "Engine",
+    task: Task,
+    problems: "Sequence[Problem]",
+    rows: "Sequence[FinishedRow]",
+    spec: TaskSpec,
+) -> list[GradedAnswer]:
     from shoal.wire.rollouts import Finish
 
-    text = text_before_stop(engine.tokenizer.decode(row.output_tokens), spec.stop)
+    thinks = engine.tokenizer.thinks(chat=task.chat, setting=ChatSetting((), spec.chat_template_kwargs))
+    answers = [
+        Answer(
+            problem,
+            text_before_stop(engine.tokenizer.decode(row.output_tokens), spec.stop),
+            len(row.output_tokens),
+            thinks,
+        )
+        for problem, row in zip(problems, rows, strict=True)
+    ]
     try:
-        thinks = engine.tokenizer.thinks(chat=task.chat, setting=ChatSetting((), spec.chat_template_kwargs))
-        reward = grade_answer(task, problem, text, len(row.output_tokens), thinks=thinks)
+        rewards = grade_answers(task, answers)
     except CannotGrade as error:
         raise ValueError(f"an answer could not be graded: {error}") from None
-    num_tokens = len(row.output_tokens)
-    off = None if problem.budget is None else abs(problem.budget - num_tokens)
-    return GradedAnswer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off, text)
+    return [
+        GradedAnswer(
+            reward.outcome,
+            reward.value,
+            one.num_tokens,
+            row.finish is Finish.LENGTH,
+            None if one.problem.budget is None else abs(one.problem.budget - one.num_tokens),
+            one.text,
+        )
+        for one, row, reward in zip(answers, rows, rewards, strict=True)
+    ]
+
+
+def grade_answers(task: Task, answers: Sequence[Answer]) -> list[Reward]:
+    """Returns the reward of each answer. A task's judge model runs on the CPU. Raises CannotGrade."""
+    if answers and isinstance(task, JudgedAnswers):
+        from shoal.swarm.validator.answer_judge import judge_answers
+
+        return [judgement.reward for judgement in judge_answers(task, answers, device="cpu")]
+    return [grade_answer(task, one.problem, one.text, one.num_tokens, thinks=one.thinks) for one in answers]
 
 
 def load_task(spec: TaskSpec) -> Task:

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from shoal.background import BackgroundTask
 from shoal.cli.commands.sample_answers import load_engine, model_folder
 from shoal.cli.commands.verify_answer import (
     CHAT_PATH,
     COMPLETION_PATH,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     AnswerEvidence,
     AskedPrompt,
     Turn,
@@ -92,16 +95,21 @@ class EngineThread:
         self._queue: queue.Queue[_Waiting] = queue.Queue()
         self._open: dict[int, _Waiting] = {}
         self._num_taken = 0
-        self._thread = threading.Thread(target=self._main_loop, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundTask("engine", self._main_loop)
 
     def generate(self, rows: Sequence["GenerationRequest"]) -> "Future[list[FinishedRow]]":
         """Returns the finished rows, in order, once all of them have ended. A row that cannot run gives ValueError."""
         waiting = _Waiting(rows)
-        if not self._thread.is_alive():
-            waiting.done.set_exception(ServeError("the engine has stopped; the server's log says why"))
         self._queue.put(waiting)
+        if self._thread.done:  # nobody takes it from the queue any more
+            with contextlib.suppress(InvalidStateError):
+                waiting.done.set_exception(ServeError("the engine has stopped; the server's log says why"))
         return waiting.done
+
+    def check(self) -> None:
+        """Raises the error that ended the engine's thread, if one did."""
+        if self._thread.done:
+            self._thread.result()
 
     def _main_loop(self) -> None:
         try:
@@ -115,7 +123,10 @@ class EngineThread:
                 self._open[self._num_taken] = waiting
                 self._num_taken += 1
             for waiting in self._open.values():
-                waiting.done.set_exception(ServeError("the server stopped before the answer was complete"))
+                with contextlib.suppress(InvalidStateError):
+                    waiting.done.set_exception(
+                        ServeError("the server stopped before the answer was complete")
+                    )
 
     def _take_requests(self) -> None:
         """Submits what was queued. Waits for a request if no row runs."""
@@ -165,7 +176,7 @@ class AnswerServer:
     async def handle_completion(self, request: Request) -> JSONResponse:
         chat = request.url.path == CHAT_PATH
         try:
-            asked = _read_request(await request.body(), chat=chat)
+            asked = _read_request(await _read_body(request), chat=chat)
             evidence = self._new_evidence(asked)
             rows = await asyncio.wrap_future(self._thread.generate(_rows_of(evidence)))
         except (Rejected, ValueError) as error:
@@ -223,10 +234,18 @@ class AnswerServer:
         return {**common, "message": message, "logprobs": {"content": content, "refusal": None}}
 
 
+async def _read_body(request: Request) -> bytes:
+    """Returns the body. Raises ValueError at the first byte too many: a body without end must not fill the memory."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError(f"the request has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
 def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
     """Returns the request. Raises Rejected or ValueError that names the field which cannot be used."""
-    if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"the request has {len(body)} bytes, at most {MAX_BODY_BYTES}")
     asked = CompletionRequest.parse(body)
     given, other = (asked.messages, asked.prompt) if chat else (asked.prompt, asked.messages)
     if not given or other is not None:
@@ -241,8 +260,10 @@ def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
         )
     if not 1 <= asked.n <= MAX_CHOICES:
         raise ValueError(f"n={asked.n} must be from 1 to {MAX_CHOICES}")
-    if not asked.temperature > 0:
-        raise ValueError(f"temperature={asked.temperature} must be above 0")
+    if not MIN_TEMPERATURE <= asked.temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature={asked.temperature} must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+        )
     return asked
 
 
@@ -279,7 +300,8 @@ def serve(options: argparse.Namespace, stop: threading.Event) -> int:
         server.start()
         print(f"serving {name} at http://{options.host}:{server.port}/v1", flush=True)
         try:
-            stop.wait()
+            while not stop.wait(IDLE_S):
+                thread.check()
         finally:
             server.close()
     return 0

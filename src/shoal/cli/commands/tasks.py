@@ -6,11 +6,12 @@ import textwrap
 import threading
 from typing import Any
 
-from shoal.cli.commands.sample_answers import load_task, pose, task_spec
+from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, task_spec
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.tasks import Problem, Task
 from shoal.tasks.datasets.data_set import Format
+from shoal.tasks.grading.pool import Answer
 from shoal.tasks.registry import Factory, find_task, task_origins
 
 SHOWN = 3
@@ -59,7 +60,7 @@ def _print_problem(number: int, task: Task, problem: Problem, posed: list[Proble
 
 
 def _print_answer(kind: str, task: Task, problem: Problem, answer: str) -> None:
-    reward = task.reward(problem, answer, problem.budget or 1)
+    (reward,) = grade_answers(task, [Answer(problem, answer, problem.budget or 1)])
     print(f"   {kind} answer  {_short(answer)}\n         reward  {reward.value:g} ({reward.outcome.value})")
 
 

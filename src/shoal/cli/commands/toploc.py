@@ -22,10 +22,12 @@ from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
-from shoal.rollout.engine.selection import compute_class
+from shoal.rollout.engine.selection import AutoEngine, compute_class
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
-from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, recompute
+from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.recompute import CalibrationTerms, recompute
 from shoal.tasks import Task, make_task
+from shoal.tasks.task_errors import pose_problem
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise, PairNoise
 from shoal.wire.requirements import ComputeClass
@@ -78,31 +80,42 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
     spec = file.spec()
     task = make_task(spec.task)
     cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.tasks), RUN_TOKENS)
+    if cap < 2:
+        raise ValueError(
+            f"{options.file}: an answer of max_new_tokens = {cap} has no proof, so there is no noise to measure; set "
+            "sampling.max_new_tokens to 2 or more, or compute_dtype to float32, whose draws are exact"
+        )
     rows = SHORT_RUN_ROWS if cap <= SHORT_TOKENS else RUN_ROWS
-    with model_folder(file.run.model) as folder:
+    with model_folder(options.model or file.run.model) as folder:
         options.engine, options.tensor_parallel = file.local.engine, 1
+        options.draft, options.draft_rows = None, 1
         options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows
         engine = load_engine(folder, options, spec.proof)
-        table = _generate(
-            engine,
-            _spread_lengths(_task_requests(engine, task, rows, cap, spec.sampling.temperature)),
-            compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype),
-            stop,
-        )
         policy = LoadedPolicy(
             0, load_causal(folder, DTYPES[spec.compute_dtype], options.device), load_tokenizer(folder)
         )
-    terms = CalibrationTerms(_SEED, spec.sampling, spec.proof)
-    pairs: list[MeasuredPair] = []
-    for path in (policy, replace(policy, plain=True)):
-        facts = _check(table, path, terms, stop)
-        _check_same_model(options.file, facts, spec.compute_dtype)
-        pairs.append(_measured_pair(table, facts, table.made_by, path))
+        requests = _spread_lengths(_task_requests(engine, task, rows, cap, spec.sampling.temperature))
+        terms = CalibrationTerms(_SEED, spec.sampling, spec.proof)
+        pairs: list[MeasuredPair] = []
+        num_tokens = 0
+        for weights in (None, *spec.admitted_weights.formats):
+            own = policy
+            if weights is not None:
+                if not isinstance(engine, AutoEngine):
+                    break  # vLLM does not round weights; the pairs of workers that do are not measured
+                engine.weights = weights
+                engine.load(folder, 0)
+                own = policy.with_weights(weights)
+            made_by = compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype)
+            table = _generate(engine, requests, made_by, stop)
+            for path in (own, replace(own, plain=True)):
+                facts = _check(table, path, terms, stop)
+                _check_same_model(options.file, facts, spec.compute_dtype)
+                pairs.append(_measured_pair(table, facts, table.made_by, path))
+            num_tokens += sum(len(row.output_tokens) for row in table.rows)
     noise = _noise_of(pairs, _model_name(file.run.model), spec.compute_dtype, terms)
     write_bytes_atomically(options.out, noise.model_dump_json(indent=1).encode())
-    print(
-        f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens"
-    )
+    print(f"{options.out}: {len(requests) * len(pairs) // 2} rows, {num_tokens:,} tokens")
     return 0
 
 
@@ -210,7 +223,7 @@ def _spread_lengths(requests: Sequence[GenerationRequest]) -> list[GenerationReq
 def _task_requests(
     engine: Engine, task: Task, rows: int, max_new_tokens: int, temperature: float
 ) -> list[GenerationRequest]:
-    problems = [task.problem("train", seed) for seed in range(-(-rows // SAMPLES))]
+    problems = [pose_problem(task, "train", seed) for seed in range(-(-rows // SAMPLES))]
     places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
     tokens = [tuple(engine.tokenizer.encode_prompt(problem.prompt, chat=task.chat)) for problem in problems]
     return [

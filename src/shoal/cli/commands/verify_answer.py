@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from shoal.cli.commands.sample_answers import model_folder
+from shoal.telemetry import printable
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 from shoal.wire.rollouts import Finish, Rollout
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 MAX_RESPONSE_BYTES = 256 << 20
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Temperatures of an answer. Scores divided by a much smaller one are not finite, so that nothing can be drawn or compared."""
 
 
 class Turn(Record):
@@ -73,7 +76,7 @@ class AnswerEvidence(Record):
     """What `shoal verify` needs of an answer, under "shoal" in it."""
 
     seed: str = Field(pattern="^[0-9a-f]{64}$")
-    temperature: float = Field(gt=0)
+    temperature: float = Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     max_new_tokens: int = Field(ge=1)
     samples: int = Field(ge=1)
     compute_dtype: Literal["float32", "bfloat16"]
@@ -172,7 +175,8 @@ def verify_response(path: Path, folder: Path, *, dtype: str | None, device: str)
     from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.fact_checks import check_facts
-    from shoal.swarm.validator.recompute import LoadedPolicy, recompute
+    from shoal.swarm.validator.prefill import LoadedPolicy
+    from shoal.swarm.validator.recompute import recompute
 
     evidence, texts = read_response(path)
     tokenizer = load_tokenizer(folder)
@@ -199,5 +203,5 @@ def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     elif result["verified"]:
         print(f"verified: {result['choices']} choices of {result['tokens']} tokens are {options.model}'s")
     else:
-        print(f"NOT VERIFIED: {result['code']}: {result['reason']}")
+        print(printable(f"NOT VERIFIED: {result['code']}: {result['reason']}"))
     return 0 if result["verified"] else 1

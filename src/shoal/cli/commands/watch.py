@@ -222,16 +222,10 @@ def open_folder(folder: Path, database: str = "") -> "Iterator[tuple[Connection,
 def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     """Returns the data of a report from a run's tables."""
     from shoal.swarm.coordinator.leases.transcripts import read_rollouts
-    from shoal.swarm.coordinator.views.page_snapshot import (
-        REPORT_POINTS,
-        make_curve,
-        node_page,
-        read_reports,
-        take_snapshot,
-    )
+    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
 
     with open_folder(folder, database) as (db, terms):
-        snapshot = take_snapshot(db, terms, make_curve(read_reports(db), REPORT_POINTS))
+        snapshot = take_snapshot(db, terms)
         pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
         rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(db, query))
     return to_data(snapshot, pages, rollouts)

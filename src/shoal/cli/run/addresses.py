@@ -59,15 +59,18 @@ class RunAddresses:
         return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def choose_addresses(folder: Path, host: str, port: int | None, *, relays: int) -> RunAddresses:
+def choose_addresses(
+    folder: Path, host: str, port: int | None, *, relays: int, held: contextlib.ExitStack
+) -> RunAddresses:
     """Returns addresses with free ports, the ones of the last start where possible: leases issued then name the relays by them.
 
-    Without `port`, the coordinator gets COORDINATOR_PORT, or another port if that is taken.
+    Without `port`, the coordinator gets COORDINATOR_PORT, or another port if that is taken. Other runs do not choose these ports
+    until `held` is closed.
     """
     path = folder / "ports.json"
     before: list[int] = json.loads(path.read_text()) if path.exists() else []
     first = port or (before[0] if before else COORDINATOR_PORT)
-    ports = free_ports(2 + relays, [first, *before[1:]], host=host)
+    ports = free_ports(2 + relays, [first, *before[1:]], host=host, held=held)
     if port and ports[0] != port:
         raise ValueError(
             f"--port {port} is in use by another program on {host}; choose another one, or leave --port out"
@@ -94,7 +97,7 @@ def join_sentences(addresses: RunAddresses, admission: str) -> list[str]:
     command = f"shoal join {addresses.outside_url}"
     if admission == "invite":
         return [
-            f"others join with: {command} --invite CODE  (make a code: shoal admin invite; docs/guides/operator.md)"
+            f"others join with: {command} --invite CODE  (make a code: shoal admin invite; `shoal docs guides/operator`)"
         ]
     needs = {
         "allow": ", once their node is on your list",
@@ -103,14 +106,23 @@ def join_sentences(addresses: RunAddresses, admission: str) -> list[str]:
     return [f"others join with: {command}{needs.get(admission, '')}"]
 
 
-def free_ports(count: int, wanted: Sequence[int] = (), *, host: str = LOOPBACK) -> list[int]:
-    """Returns different ports that are free now, `wanted` ones first. All are bound while choosing, so that they differ."""
+def free_ports(
+    count: int,
+    wanted: Sequence[int] = (),
+    *,
+    host: str = LOOPBACK,
+    held: contextlib.ExitStack | None = None,
+) -> list[int]:
+    """Returns different ports that are free now, `wanted` ones first. With `held`, reserves them until it is closed.
+
+    All are bound while choosing, so that they differ.
+    """
     others = iter(random.sample(PORTS, 500))
     with contextlib.ExitStack() as bound:
         found = []
         for first in [*wanted, *[None] * count][:count]:
             candidates = itertools.chain(() if first is None else (first,), others)
-            port = next((port for port in candidates if _try_bind(host, port, bound)), None)
+            port = next((port for port in candidates if _try_bind(host, port, bound, held)), None)
             if port is None:
                 raise RunFailed(
                     f"{host}: none of 500 ports in {PORTS} is free; give another --host, or stop the programs that use them"
@@ -119,13 +131,18 @@ def free_ports(count: int, wanted: Sequence[int] = (), *, host: str = LOOPBACK) 
     return found
 
 
-def _try_bind(host: str, port: int, bound: contextlib.ExitStack) -> bool:
+def _try_bind(host: str, port: int, bound: contextlib.ExitStack, held: contextlib.ExitStack | None) -> bool:
     sock = bound.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
     # As the roles do, so that closed connections of an earlier run do not count.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
         sock.listen()
+        # The role binds the TCP port seconds later. Until then the UDP port of that number shows other runs that it is taken:
+        # two runs started together would choose the same port, and the second would talk to the first one's coordinator.
+        (bound if held is None else held).enter_context(
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        ).bind((LOOPBACK, port))
     except OSError:
         return False
     return True

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.cli.run.overrides import overridden_text
 from shoal.cli.run.runfile import RunFile
 
-FIXED_SECTIONS = ("task", "eval", "sampling", "proof", "tolerances", "needs")
+FIXED_SECTIONS = ("task", "eval", "sampling", "proof", "tolerances", "admitted_weights", "needs")
 """Sections that decide what a rollout is and how it is judged. Work of two definitions must not be mixed."""
 FIXED = frozenset(
     {

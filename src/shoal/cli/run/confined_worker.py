@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,12 @@ STOP_S = 20.0
 """Seconds that a worker gets to give its leases back before it is killed."""
 COMMON_PORTS = (53, 443)
 """DNS over TCP, and HTTPS: the coordinator may send uploads to an object store, whose address is known only then."""
+WEB_PORTS = (80, 443)
+MAX_RUN_PORTS = 8
+"""Ports that a run's coordinator may choose. With more, a hostile one could allow connections to every service of the user's network."""
+FIRST_OPEN_PORT = 1024
+"""Ports below belong to services of a machine, such as SSH and mail; a run may choose WEB_PORTS of them."""
+SHOWN_PORTS = 4
 LIMITS = ("cores", "memory_gb", "disk_gb", "download_mbit", "upload_mbit")
 """Options of `shoal join` and `shoal worker` that limit what the worker uses."""
 MAX_LOG_BYTES = 20 << 20
@@ -45,19 +51,39 @@ CACHES = {
 def confinement(
     url: str, dir: Path, info: Info, stats: Stats, *, engine: str = "torch", allow_ports: tuple[int, ...] = ()
 ) -> Confinement:
-    """Returns the rules of a worker in `dir` for the run at `url`."""
+    """Returns the rules of a worker in `dir` for the run at `url`.
+
+    The user chose `url`, `allow_ports` and the proxies. The coordinator chose all other addresses; ports that it may not choose are
+    left out, and the note of the rules names them.
+    """
     if engine == "vllm":
         reason = "vLLM's processes connect to each other over ports of this machine"
         return Confinement(writable=(dir,), ports=None, why_any_port=reason)
-    urls = [
-        url,
-        *info.entry_points,
-        *(relay.url for relay in stats.relays),
-        *([stats.origin] if stats.origin else []),
-        *urllib.request.getproxies().values(),
+    ports = {*COMMON_PORTS, *allow_ports, *_ports([url, *urllib.request.getproxies().values()])}
+    origin = [stats.origin] if stats.origin else []
+    asked = [
+        port
+        for port in _ports([*info.entry_points, *origin, *(relay.url for relay in stats.relays)])
+        if port not in ports
     ]
-    ports = {port for one in urls if (port := _port(one)) is not None}
-    return Confinement(writable=(dir,), ports=tuple(sorted(ports | {*COMMON_PORTS, *allow_ports})))
+    good = [port for port in asked if port >= FIRST_OPEN_PORT or port in WEB_PORTS][:MAX_RUN_PORTS]
+    left_out = sorted({*asked} - {*good})
+    return Confinement(writable=(dir,), ports=tuple(sorted(ports | {*good})), note=_note(left_out))
+
+
+def _note(left_out: list[int]) -> str:
+    if not left_out:
+        return ""
+    listed = ", ".join(map(str, left_out[:SHOWN_PORTS])) + (", ..." if len(left_out) > SHOWN_PORTS else "")
+    return (
+        f" (not to {listed}: a run may choose {MAX_RUN_PORTS} ports, and none below {FIRST_OPEN_PORT} but "
+        f"{' and '.join(map(str, WEB_PORTS))}; --allow-port allows more)"
+    )
+
+
+def _ports(urls: Iterable[str]) -> list[int]:
+    """Returns the ports of addresses, each once, in order."""
+    return list(dict.fromkeys(port for one in urls if (port := _port(one)) is not None))
 
 
 def _port(url: str) -> int | None:
@@ -114,6 +140,9 @@ def worker_arguments(options: argparse.Namespace) -> list[str]:
         "--dir": options.dir.resolve(),
         "--engine": options.engine,
         "--tensor-parallel": options.tensor_parallel,
+        "--weights": options.weights,
+        "--draft": options.draft if options.draft in (None, "lookup") else Path(options.draft).resolve(),
+        "--draft-rows": options.draft_rows,
         "--device": options.device,
         "--threads": options.threads,
         "--max-rows": options.max_rows,

@@ -12,7 +12,9 @@ from shoal.wire.run_spec import TaskSpec
 
 RANKS = (1, 8, 16, 32, 64)
 LOGITS_CHUNK = 4096
-"""Number of tokens whose logits are in memory at once."""
+"""Number of tokens whose logits are in memory at once (model.logprobs.CHUNK)."""
+FEW_LOGITS = 1 << 24
+"""Number of logits that a CPU keeps for the backward pass (model.logprobs.FEW_LOGITS)."""
 LINK_BITS_PER_S = 590e6
 """Bandwidth from relays to a worker that the INTELLECT-2 report measured."""
 DELTA_SHARE = 20
@@ -47,24 +49,36 @@ def estimates(file: RunFile) -> dict[str, str]:
     weights = 2 * parameters
     tokens = file.coordinator.groups_per_step * file.sampling.samples_per_prompt * answer_tokens(file)
     once = forward_flops(shape, context=answer_tokens(file) // 2)
-    passes = train_passes(file)
+    passes = file.trainer.passes_per_token
     seconds = weights * 8 / LINK_BITS_PER_S
     gpus = passes * once * tokens / (H100_FLOPS * MFU * 22 * 60)
+    cluster = {"H100s for that in 22 minutes": f"{gpus:.1f} at {MFU:.0%} of {H100_FLOPS / 1e12:.0f} TFLOP/s"}
     return {
-        "parameters": f"{parameters / 1e9:.2f} billion",
-        "output tokens a step": f"{tokens / 1e6:.2f} million, at {answer_tokens(file):,} an answer",
+        "parameters": _scaled(parameters),
+        "output tokens a step": f"{_scaled(tokens)}, at {answer_tokens(file):,} an answer",
         "training a step": beside(f"{passes * once * tokens:.2g} FLOPs, {passes} forward passes' worth", "train_flops"),
-        "H100s for that in 22 minutes": f"{gpus:.1f} at {MFU:.0%} of {H100_FLOPS / 1e12:.0f} TFLOP/s",
+        **(cluster if gpus >= 0.1 else {}),
         "generating it": f"{once * tokens:.2g} FLOPs, if every rollout is used; checking it as much again",
         "training : generation, in FLOPs": beside(f"1 : {1 / passes:.2f} if every rollout is used once", "ratio"),
-        "bytes of a whole version": beside(f"{weights / 1e9:.1f} GB", "weights"),
-        f"to one worker at {LINK_BITS_PER_S / 1e6:.0f} Mbit/s": beside(f"{seconds / 60:.1f} minutes", "broadcast"),
+        "bytes of a whole version": beside(_bytes(weights), "weights"),
+        f"to one worker at {LINK_BITS_PER_S / 1e6:.0f} Mbit/s": beside(f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} s", "broadcast"),
         **{
-            f"memory a GPU, FSDP2 over {ranks}" if ranks > 1 else "memory on one GPU": f"{gpu_bytes(shape, file, ranks) / 2**30:.0f} GiB"
+            f"memory a GPU, FSDP2 over {ranks}" if ranks > 1 else "memory on one GPU": f"{device_bytes(shape, file, ranks=ranks) / 2**30:.0f} GiB"
             for ranks in RANKS
         },
-        **{f"disk of a {role}, at most about": f"{size / 1e9:.1f} GB" for role, size in disk_bytes(shape, file).items()},
+        "memory of a trainer on a CPU": _bytes(device_bytes(shape, file, on_cpu=True)),
+        **{f"disk of a {role}, at most about": _bytes(size) for role, size in disk_bytes(shape, file).items()},
     }  # fmt: skip
+
+
+def _scaled(count: float) -> str:
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} billion"
+    return f"{count / 1e6:.2f} million" if count >= 1e5 else f"{count:,.0f}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def num_parameters(shape: Shape) -> int:
@@ -83,12 +97,6 @@ def forward_flops(shape: Shape, *, context: int) -> float:
     return 2.0 * met + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
 
 
-def train_passes(file: RunFile) -> int:
-    """Returns the arithmetic of training on a token, in forward passes: 1 forward, 2 backward, recomputation and scoring."""
-    again = file.trainer.activation_checkpointing + (file.trainer.behaviour == "recompute")
-    return 3 + again + (file.trainer.kl > 0)
-
-
 def answer_tokens(file: RunFile) -> int:
     """Returns the expected tokens of an answer: the mean of the budgets, or without budgets the longest allowed answer."""
     whole = sum(task.weight for task in file.task)
@@ -101,26 +109,50 @@ def _task_tokens(file: RunFile, task: TaskSpec) -> float:
     return file.sampling.of(task).max_new_tokens
 
 
-def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
-    """Returns the memory of each of `ranks` devices: the trainer's state, gathered layers, activations and logits."""
+def device_bytes(shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = False) -> float:
+    """Returns the memory of each of `ranks` devices: the trainer's state, gathered layers, activations and logits.
+
+    Gradients are there while activations are, because an update usually has more than one micro-batch.
+    """
     trainer = file.trainer
     tokens = trainer.row_tokens * trainer.rows_per_micro_batch
     width = 2 if trainer.compute_dtype == "bfloat16" else 4
     state = trainer_memory(
         num_parameters(shape), trainer, ranks=ranks, num_adapted=num_adapted(shape, trainer.lora_rank)
     )
-    # Two layers at a time and the head are gathered.
-    gathered = (
-        width * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size) if ranks > 1 else 0
-    )
+    matrix = shape.vocab_size * shape.hidden_size
+    gathered = 0
+    if ranks > 1:
+        # Two layers at a time, embedding and head are gathered; the gradients of one layer or of the head are whole, in float32.
+        root = matrix if shape.tied_embeddings else 2 * matrix
+        gathered = width * (2 * _layer_parameters(shape) + root)
+        gathered += 0 if trainer.lora_rank else 4 * max(_layer_parameters(shape), root)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    # Every layer keeps its activations, or with checkpointing only its input and its attention output.
-    layer_bytes = width * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
-    kept = shape.num_layers * layer_bytes
+    # Saved for the backward pass: both residuals and both norms' results, queries, keys, values and the attention's result, and four
+    # results of the MLP. A CPU repeats keys and values for each head, and has a mask instead of the segments' starts.
+    attention = 4 * queries if on_cpu else 2 * queries + 2 * keys
+    attention += (queries + keys) * shape.qk_norm
+    layer_bytes = width * tokens * (4 * shape.hidden_size + attention + 4 * shape.ffn_size)
+    mask = width * tokens * trainer.row_tokens if on_cpu else 0
+    logits = _logits_bytes(shape, tokens, width, on_cpu=on_cpu)
+    if not trainer.lora_rank:
+        logits += 4 * matrix  # the head's gradient, which is summed in float32
     if trainer.activation_checkpointing:
-        kept = width * tokens * shape.num_layers * (shape.hidden_size + queries) + layer_bytes
-    logits = (8 + width) * min(LOGITS_CHUNK, tokens) * shape.vocab_size
-    return state.device + gathered + kept + logits
+        # Every layer keeps its input and its attention's result. Logits are gone when the first layer is computed again.
+        kept = width * tokens * shape.num_layers * (shape.hidden_size + queries) + max(layer_bytes, logits)
+    else:
+        kept = shape.num_layers * layer_bytes + logits
+    return state.device + gathered + kept + mask
+
+
+def _logits_bytes(shape: Shape, tokens: int, width: int, *, on_cpu: bool) -> int:
+    """Returns the most that logits and their gradient take at once."""
+    num_logits = min(LOGITS_CHUNK, tokens) * shape.vocab_size
+    if not on_cpu:
+        return 2 * width * num_logits
+    if tokens * shape.vocab_size <= FEW_LOGITS:
+        return 28 * num_logits  # kept for the backward pass with all that is computed from them
+    return (16 + width) * num_logits
 
 
 def num_adapted(shape: Shape, rank: int) -> int:

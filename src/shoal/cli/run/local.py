@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shoal.cli.commands.admin import send_order
 from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.commands.watch import write_report
 from shoal.cli.public_api import PublicApi
@@ -30,7 +31,6 @@ from shoal.cli.run.summary import (
     RunVerdict,
     format_sample,
     judge_run,
-    print_plainly,
     print_summary,
 )
 from shoal.cli.run.supervise import (
@@ -45,13 +45,13 @@ from shoal.cli.run.supervise import (
 from shoal.cli.ui.plot import plot_rewards
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
-from shoal.cli.ui.view import View, duration, make_view
+from shoal.cli.ui.view import View, duration, make_view, print_plainly
 from shoal.files import replace_link, write_bytes_atomically
 from shoal.net.http_client import Unreachable
 from shoal.net.waiting import Stopped
 from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
-from shoal.wire.messages import History, Stats
+from shoal.wire.messages import AdminOrder, History, Stats
 from shoal.wire.page_data import Snapshot
 
 MARKER = "run.toml"
@@ -62,6 +62,8 @@ GUESTS_S = 20.0
 """Most seconds that a finished run keeps its coordinator up for workers from other machines."""
 TRAINER_END_S = 5.0
 """Most seconds that a finished run waits for its trainer to end by itself."""
+OWN_STAKE = 1000
+"""Leases that the stake of one of the run's own workers covers."""
 POLL_S = 0.5
 ANSWER_S = 2.0
 """Timeout of a request. Short, so that Ctrl-C does not wait for a coordinator that hangs."""
@@ -104,7 +106,7 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
     warnings: list[str] = []
     if not options.resume:  # with --fresh, before anything is deleted
         with progress("trying the model and the task"):
-            warnings = try_run(file, options.file, starts=not options.dry_run)
+            warnings = try_run(file, options.file, starts=not options.dry_run, device=options.device)
     if options.dry_run:
         return _print_numbers(options, file, warnings)
     for warning in warnings:
@@ -140,15 +142,18 @@ def _print_numbers(options: argparse.Namespace, file: RunFile, warnings: list[st
 def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     """Locks the run's folder, runs all roles until the run is finished, and prints the summary."""
     check_folder(run)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(run.folder, stop) as lock:
+    # Closed to other users: the folder has the data set, and programs may run as another user (sandbox level `user`).
+    run.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with lock_folder(run.folder, stop) as lock, contextlib.ExitStack() as held:
         check_folder(run)  # again: another run may have used the folder until now
         prepare_folder(run, console)
         replace_link(run.folder / "model", Path("trainer") / "newest")
         supervisor = Supervisor(run.folder, lock)
         watched = Watched()
         try:
-            addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays)
+            addresses = choose_addresses(
+                run.folder, run.host, run.port, relays=run.file.local.relays, held=held
+            )
             noise = calibrate_here(
                 run.file,
                 run.source,
@@ -278,8 +283,33 @@ def start_roles(
     operator = Key.load(run.folder / "coordinator" / "keys" / "relay.key")
     for index, port in enumerate(addresses.ports[2:]):
         write_relay_key(operator, addresses.url_of(port), run.folder / "relay-keys" / str(index + 1))
+    admit_own_workers(run, addresses.url, stop)
     for name, arguments in others:
         supervisor.start(name, arguments)
+
+
+def admit_own_workers(run: LocalRun, url: str, stop: threading.Event) -> None:
+    """Lets the run's own workers enrol, as an operator would: by `allow`, or by a stake that their leases never use up."""
+    coordinator = run.file.coordinator
+    if coordinator.admission not in ("invite", "allow", "stake"):
+        return
+    action, amount = (
+        ("stake", OWN_STAKE * coordinator.stake_per_lease)
+        if coordinator.admission == "stake"
+        else ("allow", 0)
+    )
+    admin = Key.load(run.folder / "coordinator" / "keys" / "admin.key")
+    for worker in local_workers(run.file):
+        path = run.folder / worker.name / "node.key"
+        if path.exists():
+            continue  # admitted when the run began
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed once it is admitted, so that an interrupted start is repeated.
+        new = path.with_suffix(".new")
+        key = Key.load_or_create(new)
+        order = AdminOrder(reason="a worker of shoal run", subject=key.public, amount=amount)
+        send_order(url, admin, action, order, stop)
+        new.rename(path)
 
 
 def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str, list[str]]]:
@@ -431,7 +461,7 @@ def poll_until_finished(
                 ) from None
             continue
         heard_s = time.monotonic()
-        view.show(stats)
+        view.show(follower.with_progress(stats))
         evaluated = shown_answer(api, stats, evaluated, view)
         if history is not None:
             watched.stats, watched.history = stats, history

@@ -30,6 +30,9 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst")
 SHORT, THINKING = 16, 512
 """Tokens of an answer alone, and of one with a train of thought before it."""
 _NUMBER = re.compile(r"\s*-?[\d,]*\.?\d+\s*")
+COMMENT_COLUMN = 32
+_COMMENT = re.compile(r"^([^#\n]*\S) {2,}# ", re.MULTILINE)
+"""A line's setting and the beginning of its comment."""
 _LETTER = re.compile(r"\s*\(?[A-Za-z]\)?\.?\s*")
 
 
@@ -142,14 +145,17 @@ def _plan_file(
     if not rows:
         raise ValueError(f"{path} has no rows that can be read")
     columns = list(rows[0])
+    guesses = _first(QUESTIONS, columns), _first(ANSWERS, columns)
+    if not any(guesses) and len(columns) == 2:
+        guesses = columns[0], columns[1]
     question = asker.ask(
         f"Column with the question ({', '.join(columns)})",
         options.question,
-        _first(QUESTIONS, columns),
+        guesses[0],
         "--question",
     )
     answer = asker.ask(
-        f"Column with the answer ({', '.join(columns)})", options.answer, _first(ANSWERS, columns), "--answer"
+        f"Column with the answer ({', '.join(columns)})", options.answer, guesses[1], "--answer"
     )
     for column in (question, answer):
         if column not in columns:
@@ -200,46 +206,47 @@ def write_run_file(plan: Plan) -> str:
     """Returns the run file with a comment for each choice."""
     needed = _row_tokens(plan)
     dtype = (
-        'compute_dtype = "bfloat16"                # of workers and validators; the run calibrates itself first\n'
+        'compute_dtype = "bfloat16"  # of workers and validators; the run calibrates itself first\n'
         if plan.gpu
         else ""
     )
     trains = 'compute_dtype = "bfloat16"\n' if plan.gpu else ""
     warm = (
-        "supervised_steps = 100                    # random weights earn nothing before a few steps on the task's own answers\n"
+        "supervised_steps = 100  # random weights earn nothing before a few steps on the task's own answers\n"
         if plan.is_random
         else ""
     )
     rate = "3e-4" if plan.is_random else "1e-6" if plan.gpu else "5e-6"
     groups, samples = (16, 16) if plan.gpu else (8, 8)
     options = f"options = {to_toml(dict(plan.options))}\n" if plan.options else ""
-    return f"""# Written by `shoal init`. docs/run-file.md lists every key; `shoal run FILE --dry-run` prints what this implies.
+    text = f"""# Written by `shoal init`. `shoal docs run-file` lists every key; `shoal run FILE --dry-run` prints what this implies.
 
 [run]
 name = {to_toml(plan.name)}
 model = {to_toml(plan.model)}
-{dtype}last_version = {plan.steps}                        # training steps; can be raised later, with --resume
+{dtype}last_version = {plan.steps}  # training steps; can be raised later, with --resume
 
 [task]
 name = {to_toml(plan.task)}
 {options}
 [sampling]
-max_new_tokens = {plan.max_new_tokens}                      # longer answers are cut
-samples_per_prompt = {samples}                    # answers to a prompt are compared with each other
+max_new_tokens = {plan.max_new_tokens}  # longer answers are cut
+samples_per_prompt = {samples}  # answers to a prompt are compared with each other
 
 [trainer]
-learning_rate = {rate}                      # lower it if reward rises and then falls
-{warm}{trains}row_tokens = {needed}                         # the longest prompt and its answer must fit
+learning_rate = {rate}  # lower it if reward rises and then falls
+{warm}{trains}row_tokens = {needed}  # the longest prompt and its answer must fit
 
 [coordinator]
-groups_per_step = {groups}                       # prompts of one step, {groups * samples} answers
-eval_every = 10                           # versions between two evaluations on held-out problems
+groups_per_step = {groups}  # prompts of one step, {groups * samples} answers
+eval_every = 10  # versions between two evaluations on held-out problems
 
 [local]
-workers = {plan.workers}                               # processes on this machine that generate
+workers = {plan.workers}  # processes on this machine that generate
 trainer_threads = {plan.threads}
 worker_threads = {plan.threads}
 """
+    return _COMMENT.sub(lambda found: f"{found[1]:<{COMMENT_COLUMN}}# ", text)
 
 
 def _row_tokens(plan: Plan) -> int:

@@ -10,19 +10,23 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shoal.cli.ui.view import duration
 from shoal.files import write_bytes_atomically
 from shoal.swarm.coordinator.config import NAMES_FILE, NOTICES_FILE
-from shoal.wire.messages import RunWarning
+from shoal.wire.messages import RunWarning, Stats
 
 FOLLOWED = ("coordinator", "trainer", "validator")
 """Roles whose warnings concern the owner of the run. Those of workers and relays are mostly about retries."""
 MAX_BYTES = 1 << 20
 """Most bytes of a log that are read at a time."""
-_LINE = re.compile(r"^\d\d:\d\d:\d\d [WE] \w+ +(.*)$")
+_LINE = re.compile(r"^\d\d:\d\d:\d\d (?:[WE]|I(?= \w+ +waiting for disk space)) \w+ +(.*)$")
+"""Waits are no warnings, except one for disk space: it ends only when somebody acts."""
 _SAID_ELSEWHERE = re.compile(
     r"reject\.|node (quarantined|ejected)|refused:|signed requests for any host|the verdict came too late|.* kind=[a-z-]+$"
 )
 """Warnings that the view says in other words, or that are normal on one machine."""
+_TRAINING = re.compile(r"\S+ I trainer +training  version=(\d+) micro_batches=(\d+)/(\d+) left_s=(\d+)$")
+"""How far a long step of the trainer is (trainer/optim/learner.py)."""
 _VALUES = re.compile(r"  [a-z_]+=.*$")
 
 
@@ -35,6 +39,15 @@ class LogFollower:
             path: path.stat().st_size for path in logs.glob("*.log")
         }  # a resumed run says only what is new
         self._told: set[tuple[str, str]] = set()
+        self._training = ("", "")
+        """What the trainer trains, as in `Stats.waiting_for`, and how far it is."""
+
+    def with_progress(self, stats: Stats) -> Stats:
+        """Returns the stats with the trainer's progress, if the run is waiting for it."""
+        waits_for, progress = self._training
+        if stats.waiting_for != waits_for:
+            return stats
+        return stats.model_copy(update={"waiting_for": f"{waits_for} ({progress})"})
 
     def new_warnings(self) -> list[str]:
         """Returns a sentence for each kind of warning that appeared for the first time since the last call."""
@@ -56,6 +69,10 @@ class LogFollower:
         complete = data[: data.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(complete)
         for line in complete.decode(errors="replace").splitlines():
+            if training := _TRAINING.match(line):
+                version, done, num, left_s = training.groups()
+                progress = f"{done} of {num} micro-batches, about {duration(float(left_s))} left"
+                self._training = f"the trainer: it is training version {version}", progress
             found = _LINE.match(line)
             if found and not _SAID_ELSEWHERE.match(found[1]):
                 yield _VALUES.sub("", found[1])

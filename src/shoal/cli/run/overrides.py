@@ -24,7 +24,7 @@ def parse_override(word: str) -> tuple[str, list[Any]]:
     key, sign, text = word.partition("=")
     if not sign or not _KEY.fullmatch(key.strip()):
         raise ValueError(
-            f"--set {word}: write SECTION.KEY=VALUE, such as trainer.learning_rate=1e-5; docs/run-file.md lists the keys"
+            f"--set {word}: write SECTION.KEY=VALUE, such as trainer.learning_rate=1e-5; `shoal docs run-file` lists the keys"
         )
     return key.strip(), [_value(part.strip()) for part in _OUTSIDE_COMMA.split(text)]
 

@@ -5,6 +5,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from shoal.cli.run.estimate import num_adapted, num_parameters
@@ -23,13 +24,16 @@ KEPT_VERSIONS = 4
 """Versions on the disk of a worker and of a validator."""
 USUAL_DELTA = 0.012
 """Bytes of a delta as a share of the weights, at the learning rates of the report: 1/88 to 1/241 were measured."""
+MOST_TRIED_BYTES = 2e9
+"""Weights up to this size are copied before the run, to try a family that Shoal's decoder does not have."""
 BUILTIN_PARAMETERS = {"tiny": 345_000, "smollm2-135m": 134_515_008}
 
 
-def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
+def try_run(file: RunFile, path: Path, *, starts: bool, device: str = "cpu") -> list[str]:
     """Returns warnings about the run. Raises ValueError, with the key and what to do, for what cannot work.
 
-    Unless the run `starts` now, weights that are not on this machine are only a warning: a plan needs the config.json alone.
+    Unless the run `starts` now, weights and packages that are not on this machine are only a warning: a plan needs the config.json
+    alone.
     """
     from shoal.rollout.adversary.lies import LIES
     from shoal.trainer.reporting.sinks import check_packages
@@ -40,7 +44,7 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
     check_packages(file.trainer.metrics)
     specs = file.spec().task_specs()
     tasks = [make_task(with_hub_files(spec)) for spec in specs]
-    warnings: list[str] = []
+    warnings = _check_engine(file, path, starts=starts, device=device)
     for task in {id(task): task for task in tasks}.values():
         warnings += _try_task(task)
     try:
@@ -56,6 +60,21 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
     return warnings + (_check_memory(file, folder) + _check_disk(file, folder) if folder is not None else [])
 
 
+def _check_engine(file: RunFile, path: Path, *, starts: bool, device: str) -> list[str]:
+    """Raises ValueError, or returns a warning unless the run `starts`, if this machine cannot run the workers' engine."""
+    if file.local.engine == "torch":
+        return []
+    from shoal.rollout.engine.selection import check_engine
+
+    try:
+        check_engine(file.local.engine, device=device, tensor_parallel=1)
+    except ValueError as error:
+        if starts:
+            raise ValueError(f"{path}: local.engine = {file.local.engine!r}: {error}") from None
+        return [f"the run cannot start here: {error}"]
+    return []
+
+
 class _NoWeights(ValueError):
     """The model's folder has a config.json and nothing else."""
 
@@ -65,6 +84,7 @@ def check_model(file: RunFile, path: Path) -> Path | None:
     from shoal.model.builtin import BUILTIN, find_smollm2, is_gguf
     from shoal.model.hub import hub_folder, is_hub_name
     from shoal.model.load_model import read_model_limits
+    from shoal.model.weights import explain_missing_weights
 
     model = file.run.model
     if model == "smollm2-135m":
@@ -75,18 +95,14 @@ def check_model(file: RunFile, path: Path) -> Path | None:
     if not folder.is_dir():
         raise ValueError(f"{path}: run.model = {model!r} {explain_missing_model(model)}")
     if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{path}: {folder} is an adapter, not a whole model; merge it into its base model first"
-        )
+        raise ValueError(f"{path}: {explain_missing_weights(folder)}")
     try:
         hidden_size = read_model_limits(folder).hidden_size
     except ValueError as error:
         raise ValueError(f"{path}: no role can run this model: {error}; choose another model") from None
     if not any(folder.glob("*.safetensors")):
         if any(folder.glob("*.bin")):
-            raise ValueError(
-                f"{path}: {folder} has *.bin files only; convert the weights to safetensors first"
-            )
+            raise ValueError(f"{path}: {explain_missing_weights(folder)}")
         raise _NoWeights(f"{path}: {folder} has no *.safetensors file; put the model's weights there")
     topk = file.proof.topk
     if hidden_size < topk:
@@ -94,7 +110,28 @@ def check_model(file: RunFile, path: Path) -> Path | None:
             f"{path}: {folder} has hidden_size={hidden_size}, but a proof needs proof.topk={topk} values of a state; choose a "
             "wider model or a smaller topk"
         )
+    _try_family(folder, path)
     return folder
+
+
+def _try_family(folder: Path, path: Path) -> None:
+    """Raises ValueError if a model that goes through transformers cannot be copied, or computes its logits as no role can.
+
+    Copies it as the trainer does when the run starts, so a large one is left to the trainer.
+    """
+    from shoal.model.builtin import create_model
+    from shoal.model.load_model import decoder_refuses
+
+    if decoder_refuses(folder) is None:
+        return
+    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > MOST_TRIED_BYTES:
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-try-") as scratch:
+        try:
+            create_model(str(folder), Path(scratch) / "v0", seed=0)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            reason = str(error).rpartition(".partial: ")[2]  # without the name of the copy
+            raise ValueError(f"{path}: no role can run {folder}: {reason}; choose another model") from None
 
 
 def explain_missing_model(model: str) -> str:
@@ -110,8 +147,9 @@ def explain_missing_model(model: str) -> str:
 def check_prompts(
     file: RunFile, path: Path, task: Task, folder: Path | None, spec: TaskSpec | None = None
 ) -> list[str]:
-    """Returns warnings about prompts. Raises ValueError if the longest one does not fit into the trainer's rows."""
+    """Returns warnings about prompts. Raises ValueError if the longest one does not fit into the model or the trainer's rows."""
     from shoal.model.builtin import ALPHABET
+    from shoal.model.load_model import read_model_limits
     from shoal.model.tokenizer import CharTokenizer, ChatSetting, FileTokenizer, Tokenizer, load_tokenizer
 
     tokenizer: Tokenizer = CharTokenizer(ALPHABET) if folder is None else load_tokenizer(folder)
@@ -126,6 +164,13 @@ def check_prompts(
         longest = max(longest, len(tokens))
     sampling = file.sampling if spec is None else file.sampling.of(spec)
     needed = longest + sampling.max_new_tokens
+    positions = None if folder is None else read_model_limits(folder).max_positions
+    if positions is not None and needed > positions:
+        raise ValueError(
+            f"{path}: the longest of {len(prompts)} prompts has {longest} tokens; with sampling.max_new_tokens = "
+            f"{sampling.max_new_tokens} that is {needed}, more than the {positions} positions of {folder}; lower "
+            "max_new_tokens, shorten the prompts or choose another model"
+        )
     if needed > file.trainer.row_tokens and (spec is None or spec in file.task):
         raise ValueError(
             f"{path}: the longest of {len(prompts)} prompts has {longest} tokens; with sampling.max_new_tokens = "

@@ -8,6 +8,7 @@ import ast
 import builtins
 import inspect
 import json
+import shutil
 import sys
 import textwrap
 import threading
@@ -25,7 +26,8 @@ from shoal.cli.run.preflight import try_run
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder
-from shoal.cli.ui.values import held_out_means
+from shoal.cli.ui.values import best_version, held_out_means
+from shoal.cli.ui.view import print_plainly
 from shoal.files import write_bytes_atomically
 
 Rows = Iterable[Mapping[str, Any]]
@@ -49,7 +51,7 @@ class RunResult:
     @property
     def best_version(self) -> int | None:
         """Returns the version with the highest held-out reward, the newest of several equal ones; None without evaluations."""
-        return max(self.held_out, key=lambda version: (self.held_out[version], version), default=None)
+        return best_version(self.held_out) if self.held_out else None
 
     def export(self, out: str | Path, version: int | None = None) -> Path:
         """Writes a version, the best if none is named, to a new folder for transformers, and returns the folder."""
@@ -61,9 +63,7 @@ class RunResult:
             scratch = self.folder / f".export-{number}"
             run.restore(number, scratch)
         write_plain_folder(scratch, Path(out))
-        for path in scratch.iterdir():
-            path.unlink()
-        scratch.rmdir()
+        shutil.rmtree(scratch)
         return Path(out)
 
 
@@ -91,7 +91,7 @@ def run(  # noqa: PLR0913 (every argument is a setting of the run)
     """
     target = Path(folder) if folder is not None else Path("out") / name
     inputs = target.with_name(f"{target.name}.inputs")
-    inputs.mkdir(parents=True, exist_ok=True)
+    inputs.mkdir(mode=0o700, parents=True, exist_ok=True)  # as the run's folder: it has the data set
     source = inputs / "run.toml"
     table: dict[str, Any] = {
         "run": {"name": name, "model": str(model), "last_version": steps},
@@ -103,8 +103,8 @@ def run(  # noqa: PLR0913 (every argument is a setting of the run)
     file = load_run_file(source)
     console = Console(highlight=False, quiet=quiet)
     if not resume:
-        for warning in try_run(file, source, starts=True):
-            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        for warning in try_run(file, source, starts=True, device=device):
+            print_plainly(console, f"warning: {warning}")
     local = LocalRun(file=file, source=source, folder=target, resume=resume, fresh=not resume, device=device)
     code = run_local(local, threading.Event(), console)
     with RunFolder(target) as found:

@@ -7,6 +7,7 @@ import argparse
 import os
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,19 @@ from shoal.cli.ui.values import (
     add_limits,
     add_set,
     add_threads,
+    add_weights,
     at_least_one,
     check_device,
     port_number,
     seconds,
+    share,
     url,
 )
 
 if TYPE_CHECKING:
     from shoal.net.s3_store import Credentials
+    from shoal.swarm.validator.decode_replay import DecodeReplay
+    from shoal.wire.run_spec import RunSpec
 
 
 # -- arguments ----------------------------------------------------------------------------------------------
@@ -128,6 +133,7 @@ def _add_worker(commands: Commands) -> None:
         "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
     )
     add_engine_choice(parser)
+    add_weights(parser)
     _add_torch_options(parser)
     add_limits(parser)
     parser.add_argument(
@@ -163,6 +169,13 @@ def _add_validator(commands: Commands) -> None:
         "--fetch-s",
         type=seconds,
         help="seconds to try for a version before work on it is void (default: 120, more for a large model)",
+    )
+    parser.add_argument(
+        "--replay",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of submissions of this kind of machine that is decoded again and compared bit for bit (default: 0)",
     )
     _add_torch_options(parser)
     _add_client_options(parser)
@@ -241,6 +254,7 @@ def _credentials(environ: Mapping[str, str]) -> "Credentials | None":
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.calibration import calibrate_version
     from shoal.cli.run.runfile import load_run_file
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.io.publisher import OriginAddress
@@ -252,6 +266,16 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     _check_public_url(options)
     file = load_run_file(options.file, overrides=options.set)
     check_peer_join(options.peer_join, file.trainer.diloco)
+    measure_noise = None
+    if file.lacks_calibration:  # a calibration file of its own may cover machines that are not here
+        measure_noise = partial(
+            calibrate_version,
+            options.file.resolve(),
+            device=device,
+            overrides=options.set,
+            deadline_s=options.deadline_s,
+            stop=stop,
+        )
     site = TrainerSite(
         folder=options.dir,
         model=file.run.model,
@@ -276,6 +300,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
             reachable=not options.outbound_only,
             identity=options.dir / "peer.key",
         ),
+        measure_noise=measure_noise,
         rank=int(os.environ.get("RANK", "0")),  # torchrun sets RANK and WORLD_SIZE
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
@@ -311,16 +336,25 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     limit_thread_spinning()
-    from shoal.rollout.worker.limits import ResourceLimits, is_out_of_memory, limit_cores, limit_memory
+    from shoal.files import is_out_of_memory
+    from shoal.rollout.worker.limits import ResourceLimits, limit_cores, limit_memory
 
     num_cores = limit_cores(options.cores)
+    from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import check_engine
     from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
     limit_memory(options.memory_gb, options.device)
-    check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
+    draft = DraftSettings.parse(options.draft, options.draft_rows, options.device)
+    check_engine(
+        options.engine,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
+        weights=options.weights,
+        draft=draft,
+    )
     behaviour = None
     if options.lie:
         from shoal.rollout.adversary.lies import make_behaviour
@@ -332,6 +366,8 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         engine=options.engine,
         device=options.device,
         tensor_parallel=options.tensor_parallel,
+        weights=options.weights,
+        draft=draft,
         max_rows=options.max_rows,
         num_threads=options.threads or (num_cores if options.cores else 0),
         deadline_s=options.deadline_s,
@@ -380,7 +416,14 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
         fetch_s=options.fetch_s,
         deadline_s=options.deadline_s,
     )
-    run_validator(config, stop=stop)
+
+    def make_replay(spec: "RunSpec") -> "DecodeReplay":
+        from shoal.cli.run.replay_engine import WorkerReplay
+        from shoal.swarm.validator.decode_replay import DecodeReplay
+
+        return DecodeReplay(WorkerReplay(spec, device=options.device), options.replay)
+
+    run_validator(config, stop=stop, make_replay=make_replay if options.replay else None)
     return _exit_code(stop)
 
 

@@ -1,11 +1,12 @@
 """The run file: one TOML file describes one run. Unknown keys and wrong values are refused, each with the key and the value."""
 
+import difflib
 import json
 import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -13,13 +14,15 @@ from shoal.cli.run.overrides import apply_overrides
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
 from shoal.tasks.code_files import allow_code
-from shoal.tasks.datasets.file_options import without_digests
+from shoal.tasks.datasets.file_options import is_file_option, without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.record import Record
 from shoal.wire.requirements import Needs
 from shoal.wire.run_spec import (
+    RECALIBRATE_AT,
+    AdmittedWeights,
     EvalSpec,
     ProofSpec,
     RunSpec,
@@ -41,7 +44,10 @@ class RunSettings(Record):
     """A file that `shoal toploc calibrate` wrote, relative to the run file. Proofs are then judged over a whole submission."""
     uncalibrated: bool = False
     """Whether a bfloat16 run may start without a calibration. Then int8 weights and steered draws pass."""
-    last_version: int = Field(ge=1)
+    recalibrate_at: float = Field(default=RECALIBRATE_AT, ge=0)
+    """How far weights may move from those of the calibration, relative to their norm, before it is repeated; 0: never."""
+    last_version: int = Field(ge=0)
+    """The last version to train; 0: only evaluates the model."""
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
     """Number of versions that origin and relays keep."""
@@ -129,6 +135,8 @@ class RunFile(Record):
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances | None = None
     """Tolerances that are not set here come from `default_tolerances` for the run's compute_dtype."""
+    admitted_weights: AdmittedWeights = AdmittedWeights()
+    """Formats that workers may round weights to, each with its share of credit."""
     shardcast: ShardcastSection = ShardcastSection()
     needs: Needs = Needs()
     """What a worker's machine must have."""
@@ -163,6 +171,23 @@ class RunFile(Record):
                     "sampling.samples_per_prompt = 1: an answer is compared with the others to its prompt, so one alone teaches "
                     "nothing; set it to 2 or more"
                 )
+        for task in self.task:
+            if task.name == "judge" and self.trainer.supervised_steps and not task.options.get("reference"):
+                raise ValueError(
+                    f"trainer.supervised_steps = {self.trainer.supervised_steps} trains on right answers, and task {task.title!r} has "
+                    "none; set its option reference, or supervised_steps = 0"
+                )
+        trainer = self.trainer
+        if (
+            self.admitted_weights.formats
+            and trainer.behaviour == "recompute"
+            and trainer.correction == "none"
+        ):
+            raise ValueError(
+                f'admitted_weights has {", ".join(self.admitted_weights.formats)}, but trainer.behaviour = "recompute" with '
+                'correction = "none" trains as if the published weights had drawn those tokens; set trainer.correction = "truncate", '
+                'or leave trainer.behaviour at "worker"'
+            )
         if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
             raise ValueError(
                 f"trainer.optimizer_steps = {self.trainer.optimizer_steps} is more than coordinator.groups_per_step = "
@@ -188,6 +213,8 @@ class RunFile(Record):
             proof=self.proof,
             tolerances=self._tolerances(),
             noise=self._noise(),
+            recalibrate_at=self.run.recalibrate_at,
+            admitted_weights=self.admitted_weights,
             max_lag=self.run.max_lag,
             keep_versions=self.run.keep_versions,
             last_version=self.run.last_version,
@@ -229,26 +256,19 @@ def load_run_file(path: Path, *, calibration: Path | None = None, overrides: Seq
         with path.open("rb") as file:
             table = tomllib.load(file)
     except FileNotFoundError:
-        raise ValueError(f"no run file at {path}; the examples are in runs/") from None
+        raise ValueError(f"no run file at {path}; `shoal init {path}` writes one") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder, not a run file; the examples are in runs/") from None
+        raise ValueError(f"{path} is a folder, not a run file; give the .toml file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
     apply_overrides(table, overrides)
-    run = table.get("run")
-    if isinstance(run, dict) and isinstance(run.get("calibration"), str):
-        run["calibration"] = str(
-            path.parent / run["calibration"]
-        )  # beside the run file, unless it is absolute
-    if isinstance(run, dict) and isinstance(run.get("model"), str) and (path.parent / run["model"]).exists():
-        run["model"] = str(
-            path.parent / run["model"]
-        )  # also beside it; else relative to the working directory
-    if isinstance(run, dict) and calibration is not None:
-        run["calibration"] = str(calibration)
     single = isinstance(table.get("task"), dict)
     if single:
         table["task"] = [table["task"]]
+    _find_files(path, table)
+    run = table.get("run")
+    if isinstance(run, dict) and calibration is not None:
+        run["calibration"] = str(calibration)
     try:
         # Parsed as JSON, because its rules take a list for a tuple and refuse "20" for 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))
@@ -258,6 +278,33 @@ def load_run_file(path: Path, *, calibration: Path | None = None, overrides: Seq
                 f"{path}: {_describe(problem, single=single)}" for problem in error.errors(include_url=False)
             )
         ) from None
+
+
+def _find_files(path: Path, table: dict[str, Any]) -> None:
+    """Makes paths absolute that are relative to the run file: the calibration always, model and data files if they exist there.
+
+    Other paths are relative to the working directory.
+    """
+    named = [(run, "model") for run in _tables([table.get("run")])]
+    evals = [one.get("task") for one in _tables(table.get("eval"))]
+    for task in (*_tables(table.get("task")), *_tables(evals)):
+        named += [
+            (options, name)
+            for options in _tables([task.get("options")])
+            for name in options
+            if is_file_option(name)
+        ]
+    for one, key in named:
+        if isinstance(value := one.get(key), str) and value and (path.parent / value).exists():
+            one[key] = str(path.parent / value)
+    for run in _tables([table.get("run")]):
+        if isinstance(run.get("calibration"), str):
+            run["calibration"] = str(path.parent / run["calibration"])
+
+
+def _tables(value: object) -> list[dict[str, Any]]:
+    """Returns the tables of a list, and nothing of what is no list of tables: validation names that."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def check_calibrated(path: Path, file: RunFile) -> None:
@@ -270,13 +317,27 @@ def check_calibrated(path: Path, file: RunFile) -> None:
         )
 
 
+def _similar_key(where: str) -> str:
+    """Returns a question that names the key of this name in another section, or one that is spelt alike; empty without one."""
+    sections = {
+        section: kind
+        for section, field in RunFile.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, Record)
+    }
+    known = [f"{section}.{key}" for section, kind in sections.items() for key in kind.model_fields]
+    same = [key for key in known if "." in where and key.endswith(f".{where.rpartition('.')[2]}")]
+    close = same or difflib.get_close_matches(where, [*known, *sections], n=1, cutoff=0.8)
+    return f"did you mean {close[0]}? " if close else ""
+
+
 def _describe(problem: Any, *, single: bool) -> str:
     # A single [task] is validated as a list of one.
     where = ".".join(str(part) for part in problem["loc"] if not single or part != 0)
     if problem["type"] == "extra_forbidden":
-        return f"{where} is not a key of a run file; docs/run-file.md lists them"
+        return f"{where} is not a key of a run file; {_similar_key(where)}`shoal docs run-file` lists them"
     if problem["type"] == "missing":
-        return f"{where} is missing; docs/run-file.md says what it is"
+        return f"{where} is missing; `shoal docs run-file` says what it is"
     # Shoal's own errors name the value; `input` would be the whole table.
     if problem["type"] == "value_error":
         reason = str(problem["ctx"]["error"])
@@ -285,7 +346,8 @@ def _describe(problem: Any, *, single: bool) -> str:
         return f"{where} = {problem['input']!r}: use lower-case letters, digits and hyphens, 40 at most"
     # A value of several types has one problem for each of them; the type's name is not part of the key.
     where = re.sub(r"\.(bool|int|float|str)$", "", where)
-    return f"{where} = {problem['input']!r}: {problem['msg']}"
+    reason = str(problem["msg"]).replace("Input should be", "it must be")
+    return f"{where} = {problem['input']!r}: {reason}"
 
 
 def derived_numbers(file: RunFile) -> dict[str, str]:
@@ -300,9 +362,15 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
         + (f" ({one.task.title})" if len(evals) > 1 else "")
         for count, one in zip(times, evals, strict=True)
     ]
+    own = {
+        f"sampling of {task.title}": f"temperature {of.temperature:g}, {of.samples_per_prompt} samples of up to {of.max_new_tokens} tokens"
+        for task in file.task
+        if (of := sampling.of(task)) != sampling
+    }
     return {
         "prompts x samples = rollouts a step": f"{coordinator.groups_per_step} x {sampling.samples_per_prompt} = {rollouts:,}",
         "output tokens a step, at most": f"{rollouts * sampling.max_new_tokens:,}",
+        **own,
         "updates a step": f"{file.trainer.optimizer_steps} of about {rollouts // file.trainer.optimizer_steps:,} rollouts",
         "tokens a micro-batch": f"{file.trainer.rows_per_micro_batch} rows x {file.trainer.row_tokens} = {file.trainer.rows_per_micro_batch * file.trainer.row_tokens:,}",
         "rollouts a lease": f"{coordinator.prompts_per_lease} x {sampling.samples_per_prompt} = {coordinator.prompts_per_lease * sampling.samples_per_prompt:,}",

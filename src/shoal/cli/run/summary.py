@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from shoal.cli.run.estimate import train_passes
 from shoal.cli.run.runfile import RunFile
 from shoal.cli.ui.values import best_version, held_out_means
-from shoal.cli.ui.view import count_submissions, name_of
+from shoal.cli.ui.view import count_submissions, name_of, print_plainly, shown_trust
 from shoal.wire.ledger import TokenCounts
 from shoal.wire.messages import Evaluation, Stats
 from shoal.wire.page_data import Sample
@@ -23,7 +22,7 @@ class RunVerdict(Enum):
     """The verdict on a finished run. The value is printed in the first line of the summary."""
 
     GOOD = "as expected"
-    FINISHED = "finished; its file expects nothing (local.expect_gain)"
+    FINISHED = "finished; no gain was required (local.expect_gain is not set)"
     NO_GAIN = "held-out reward did not rise by the expected margin"
     LIAR_NOT_EJECTED = "a lying worker was not ejected"
     HONEST_EJECTED = "an honest worker was ejected"
@@ -119,7 +118,7 @@ def print_summary(
     lines += _arithmetic(file, stats.tokens)
     for node in stats.nodes:
         lines.append(
-            f"  {name_of(node, names):<40} {node.trust:<12} credit {node.credit:>10,}   accepted {node.accepted}, refused {node.rejected}, void {node.void}"
+            f"  {name_of(node, names):<40} {shown_trust(node):<12} credit {node.credit:>10,}   accepted {node.accepted}, refused {node.rejected}, void {node.void}"
         )
     lines.append(
         f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/"
@@ -135,16 +134,11 @@ def print_summary(
     print_plainly(console, "\n".join(lines))
 
 
-def print_plainly(console: Console, text: str) -> None:
-    """Prints text without markup: a path may contain brackets."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _arithmetic(file: RunFile, tokens: TokenCounts | None) -> list[str]:
     """Returns how the run's arithmetic was divided, in forward passes of one token. Attention over long contexts is left out."""
     if tokens is None or not tokens.trained:
         return []
-    passes = train_passes(file)
+    passes = file.trainer.passes_per_token
     inference, training = tokens.generated + tokens.checked, passes * tokens.trained
     return [
         f"  output tokens     {tokens.generated:,} generated ({tokens.held_out:,} held out), {tokens.checked:,} checked, "

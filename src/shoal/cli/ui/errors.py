@@ -5,12 +5,13 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from shoal.cli.run.supervise import EXIT_USAGE, RunFailed
+from shoal.cli.run.supervise import EXIT_DEADLINE, EXIT_FAILED, EXIT_USAGE, RunFailed
 from shoal.cli.ui.examples import commands_of
 from shoal.files import DiskFull, is_disk_full
 from shoal.net.waiting import DeadlinePassed
+from shoal.telemetry import printable
 from shoal.wire.codes import CODES, CorruptData, Rejected
 
 TRANSIENT_REFUSALS = frozenset({"request.replayed", "request.wrong_digest"})
@@ -33,6 +34,13 @@ _EXTRAS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the wrong word instead of printing the whole usage."""
 
+    words: tuple[str, ...] = ()
+    """What was typed after the program's name."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = tuple(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         remedy = f"{self.prog} --help lists what it takes"
         wrong = re.match(
@@ -45,28 +53,36 @@ class Parser(argparse.ArgumentParser):
                 remedy = f"did you mean `{self.prog} {close[0]}`? {remedy}"
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown is not None:
-            options = sorted(
-                {text for parser in self._all_parsers() for text in parser._option_string_actions}
-            )
+            command = self._command()
             message = f"{unknown[1]} is not an option of this command"
-            if close := difflib.get_close_matches(unknown[1], options, n=1):
+            remedy = f"{command.prog} --help lists what it takes"
+            if close := difflib.get_close_matches(
+                unknown[1], sorted(command._option_string_actions), n=1, cutoff=0.75
+            ):
                 remedy = f"did you mean {close[0]}? {remedy}"
         self.exit(EXIT_USAGE, f"{_report(self.prog, 'not understood', message, remedy)}\n")
 
-    def _all_parsers(self) -> list[argparse.ArgumentParser]:
-        """Returns the parsers of all commands: argparse reports an unknown option by the parser of the first one."""
-        return [self, *(parser for _, parser in commands_of(self))]
+    def _command(self) -> argparse.ArgumentParser:
+        """Returns the parser of the command that was typed: argparse reports an unknown option by the outermost parser."""
+        found: argparse.ArgumentParser = self
+        for name, parser in commands_of(self):
+            if tuple(name.split()) == self.words[: len(name.split())]:
+                found = parser
+        return found
 
 
 def describe_error(error: Exception, options: argparse.Namespace) -> str:
     """Returns the report of an error: three lines if standard error is a terminal, else one."""
     message = error_message(error, has_deadline="deadline_s" in options, folder=getattr(options, "dir", None))
+    message = printable(message, keep="\n\t")  # it may quote what a stranger sent
     trace = getattr(error, "trace", "")
     above = f"{trace.rstrip()}\n" if trace else ""
     if not sys.stderr.isatty():
         return f"{above}shoal: {message}"
     value, remedy = split_remedy(message)
-    return above + _report("shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or docs/cli.md")
+    return above + _report(
+        "shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or shoal docs cli"
+    )
 
 
 def error_message(error: Exception, *, has_deadline: bool, folder: Path | None = None) -> str:
@@ -126,19 +142,22 @@ def _report(command: str, kind: str, message: str, remedy: str) -> str:
     return f"{command}: {message}; {remedy}"
 
 
-def _kind_of(error: Exception) -> str:
-    """Returns the kind of an error in a few words, for the first of three lines."""
+def expected_errors() -> dict[type[Exception], tuple[int, str]]:
+    """Returns the errors that a command may end with, each with its exit code and its kind in a few words."""
     from shoal.net.http_client import Refused, Unreachable
 
-    kinds: dict[type[Exception], str] = {
-        DeadlinePassed: "waited too long",
-        Unreachable: "no answer",
-        Refused: "the coordinator refused",
-        RunFailed: "the run failed",
-        ModuleNotFoundError: "a package is missing",
-        Rejected: "unexpected data",
-        CorruptData: "data does not verify",
-        OSError: "a file or an address cannot be used",
-        ValueError: "cannot be done like this",
+    return {
+        DeadlinePassed: (EXIT_DEADLINE, "waited too long"),
+        Unreachable: (EXIT_DEADLINE, "no answer"),
+        Refused: (EXIT_FAILED, "the coordinator refused"),
+        RunFailed: (EXIT_FAILED, "the run failed"),
+        ModuleNotFoundError: (EXIT_USAGE, "a package is missing"),
+        Rejected: (EXIT_USAGE, "unexpected data"),
+        CorruptData: (EXIT_FAILED, "data does not verify"),
+        OSError: (EXIT_USAGE, "a file or an address cannot be used"),
+        ValueError: (EXIT_USAGE, "cannot be done like this"),
     }
-    return next(words for kind, words in kinds.items() if isinstance(error, kind))
+
+
+def _kind_of(error: Exception) -> str:
+    return next(words for kind, (_, words) in expected_errors().items() if isinstance(error, kind))

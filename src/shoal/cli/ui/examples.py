@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 EXAMPLES = {
     "demo": "shoal demo",
+    "docs": "shoal docs run-file",
     "completion": "shoal completion bash > ~/.local/share/bash-completion/completions/shoal",
     "init": "shoal init own.toml --model tiny --data questions.jsonl",
     "run": "shoal run own.toml --set trainer.learning_rate=1e-5",

@@ -4,7 +4,7 @@
     [########............] version 0: 412 of 1,020 MB, 24.1 MB/s, about 25 s left      while weights arrive
     generating with version 43: 12 of 64 rows; busy 96.1% of the time; 812 tokens/s
     credit 48,210 (12,100 since you joined, about 60,500 an hour); accepted 24, refused 0, void 1; trusted
-    uses 2 cores, 1.3 GB of memory, 0.5 GB of disk
+    uses 2 cores, 1.30 GB of memory, 540 MB of disk
     p pause, q stop; log: shoal-node/worker.log
 
 What the worker does comes from its status.json, what it earned from the coordinator.
@@ -27,8 +27,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from shoal.cli.ui.view import BAR_WIDTH, duration
-from shoal.rollout.worker.limits import folder_bytes
+from shoal.cli.ui.values import byte_size
+from shoal.cli.ui.view import BAR_WIDTH, duration, shown_trust
+from shoal.files import folder_bytes
 from shoal.rollout.worker.worker_folder import LOG_FILE, STATUS_FILE
 from shoal.telemetry import printable
 from shoal.wire.codes import CODES, explain_code
@@ -56,7 +57,8 @@ class Transfer:
         speed = (have - first) / (now_s - first_s) if now_s > first_s else 0.0
         left = f", {speed / 1e6:.1f} MB/s, about {duration((total - have) / speed)} left" if speed > 0 else ""
         bar = "#" * full + "." * (BAR_WIDTH - full)
-        return f"[{bar}] version {version}: {have / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
+        digits = 0 if total >= 1e7 else 2  # a delta of a small model has less than a megabyte
+        return f"[{bar}] version {version}: {have / 1e6:,.{digits}f} of {total / 1e6:,.{digits}f} MB{left}"
 
 
 class JoinView:
@@ -136,12 +138,12 @@ class JoinView:
         rate = f", about {gained / spent_s * 3600:,.0f} an hour" if gained and spent_s > 60 else ""
         return (
             f"credit {node.credit:,} ({gained:,} since you joined{rate}); accepted {node.accepted}, "
-            f"refused {node.rejected}, void {node.void}; {node.trust}"
+            f"refused {node.rejected}, void {node.void}; {shown_trust(node)}"
         )
 
     def _used(self, pid: int) -> str:
         cores, memory = used_by(pid)
-        return f"uses {cores} cores, {memory / 1e9:.1f} GB of memory, {self._disk_bytes / 1e9:.2f} GB of disk"
+        return f"uses {cores} cores, {byte_size(memory)} of memory, {byte_size(self._disk_bytes)} of disk"
 
     def _report_refusals(self) -> None:
         node = None if self._answer is None else self._answer[1]

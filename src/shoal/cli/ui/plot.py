@@ -30,14 +30,14 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
     )
     done = [evaluation for evaluation in history.evaluations if evaluation.complete]
     titles = list(dict.fromkeys(evaluation.task for evaluation in done))
-    for place, title in enumerate(titles or [""]):
-        own = [evaluation for evaluation in done if evaluation.task == title]
+    for place, task in enumerate(titles or [""]):
+        own = [evaluation for evaluation in done if evaluation.task == task]
         axes.plot(
             [evaluation.version for evaluation in own],
             [evaluation.reward_mean for evaluation in own],
             "o-",
             color=HELD_OUT_COLOURS[place % len(HELD_OUT_COLOURS)],
-            label=f"held-out prompts: {title}" if len(titles) > 1 else "held-out prompts",
+            label=f"held-out prompts: {task}" if len(titles) > 1 else "held-out prompts",
         )
     axes.set_xlabel("policy version")
     axes.set_ylabel("mean reward")

@@ -154,6 +154,25 @@ def add_engine_choice(parser: argparse.ArgumentParser) -> None:
         metavar="GPUS",
         help="GPUs that share one model; with vllm only (default: 1)",
     )
+    parser.add_argument(
+        "--draft",
+        metavar="lookup|FOLDER",
+        help="guess tokens when few rows run, from the row itself or with a small model; changes no result (default: off)",
+    )
+    parser.add_argument(
+        "--draft-rows",
+        type=at_least_one,
+        metavar="ROWS",
+        help="use drafts while at most this many rows run (default: 1 on a CPU, 8 on a GPU)",
+    )
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=("int8", "fp8"),
+        help="round the layers' weights to this format and declare it; only for runs that admit it (default: as published)",
+    )
 
 
 def add_compute_options(parser: argparse.ArgumentParser) -> None:
@@ -211,6 +230,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="chooses the problems and the samples (default: 0)"
     )
+    add_generation_options(parser)
+
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
     )
@@ -219,6 +242,15 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 # -- intervals ----------------------------------------------------------------------------------------------
+
+
+def byte_size(num_bytes: float) -> str:
+    """Returns a number of bytes in words: `2.5 MB`, `1.30 GB`."""
+    return (
+        f"{num_bytes / 1e9:.2f} GB"
+        if num_bytes >= 1e9
+        else f"{num_bytes / 1e6:.{0 if num_bytes >= 1e8 else 1}f} MB"
+    )
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

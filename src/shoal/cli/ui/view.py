@@ -129,7 +129,7 @@ class Pace:
     def progress(self, stats: Stats) -> str:
         """Returns the versions as a bar, with the time that the rest will take."""
         newest, last = stats.newest_version or 0, stats.last_version
-        full = BAR_WIDTH * min(newest, last) // last
+        full = BAR_WIDTH * min(newest, last) // last if last else BAR_WIDTH
         version = "-" if stats.newest_version is None else str(newest)
         step_s = self.step_s()
         left = (
@@ -142,6 +142,16 @@ class Pace:
         step_s = self.step_s()
         usual = "" if step_s is None else f"; a version takes about {duration(step_s)}"
         return f"waiting for {stats.waiting_for}, {duration(now_s - self._since_s)} so far{usual}"
+
+
+def print_plainly(console: Console, text: str) -> None:
+    """Prints text without markup: a path may contain brackets."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def shown_trust(node: NodeView) -> str:
+    """Returns a node's trust as people read it on the terminal and the page: a banned node is `ejected`."""
+    return "ejected" if node.trust == "banned" else node.trust
 
 
 def duration(seconds: float) -> str:
@@ -282,7 +292,7 @@ class Column:
 WIDE = 100
 COLUMNS = (
     Column("worker", "left", 0, lambda node, names: name_of(node, names)),
-    Column("trust", "left", 0, lambda node, names: node.trust),
+    Column("trust", "left", 0, lambda node, names: shown_trust(node)),
     Column(
         "state",
         "left",
@@ -312,4 +322,5 @@ COLUMNS = (
 def name_of(node: NodeView, names: Mapping[str, str]) -> str:
     """Returns the display name and short id of a node, or only the short id of a node without a name."""
     short = node.node[:8]
-    return f"{names[node.node]} ({short})" if node.node in names else short
+    name = names.get(node.node, node.name)
+    return f"{name} ({short})" if name else short
