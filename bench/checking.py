@@ -43,7 +43,8 @@ from shoal.rollout.engine.proofs import fold_size
 from shoal.rollout.engine.scheduler import cache_size_for, fit_blocks
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
-from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, RowsToCheck, recompute_many
+from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.recompute import CalibrationTerms, RowsToCheck, recompute_many
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed
@@ -123,7 +124,7 @@ def parts(
         return run
 
     steps = {
-        "_prefill": "prefill",
+        "prefill": "prefill",
         "_start_proofs": "proofs",
         "_verify_proofs": "proofs",
         "_token_columns": "tokens",

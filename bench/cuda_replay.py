@@ -21,7 +21,7 @@ from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.attention_plan import AttentionPlan
 from shoal.rollout.engine.block_pool import BLOCK, Prompt, blocks_for
 from shoal.rollout.engine.kv_slots import BlockCache, SlotField
-from shoal.rollout.engine.step_cuda import TILE, prefill_by_layer, row_tables
+from shoal.rollout.engine.step_cuda import prefill_by_layer, row_tables, tile_size
 
 
 class FedTokens(NamedTuple):
@@ -99,7 +99,7 @@ def _lay_out(
         fields_6T[SlotField.PROMPT_LENGTH, here] = len(prompt)
         blocks_TB[here, : len(blocks)] = blocks
         start += count
-    plan = AttentionPlan(total, longest, TILE)
+    plan = AttentionPlan(total, longest, tile_size(weights.shape))
     prompt_places, prompt_lengths = fields_6T[SlotField.PROMPT_PLACE], fields_6T[SlotField.PROMPT_LENGTH]
     prompt_blocks = [
         of_prompt[prompt] for (prompt, _), count in zip(rows, counts, strict=True) for _ in range(count)

@@ -58,7 +58,8 @@ from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.judge import read_and_check_table
-from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, SamplingTerms, recompute_many
+from shoal.swarm.validator.prefill import LoadedPolicy, prefill
+from shoal.swarm.validator.recompute import RowsToCheck, SamplingTerms, recompute_many
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.toploc.decision import (
     CERTAIN,
@@ -144,7 +145,7 @@ class SmallerModel(AlteredEngine):
         for start in range(0, len(rows), 1024):
             some = rows[start : start + 1024]
             rollouts = [row.to_rollout() for row in some]
-            states = recomputing._prefill(self.policy.decoder, rollouts)
+            states = prefill(self.policy.decoder, rollouts)
             entries = [recomputing._Entry(0, place, one, TERMS) for place, one in enumerate(rollouts)]
             columns = recomputing._token_columns(self.policy.decoder, entries, torch.cat(states))
             per_token = recomputing._per_token(entries, columns.cpu().numpy())
@@ -492,7 +493,7 @@ def judge_again(paths: Sequence[Path], noise: Noise) -> None:
 
 
 def without_packing() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("shoal.swarm.validator.recompute.supports_flash_attention", lambda device, dtype: False)
+    return mock.patch("shoal.swarm.validator.prefill.supports_flash_attention", lambda device, dtype: False)
 
 
 @contextlib.contextmanager

@@ -4,17 +4,22 @@
     python bench/diloco.py text --out text.xz             the text, compressed, for a machine without it
     python bench/diloco.py curves --preset 10m --steps 13000 --warm-steps 500 --lr 1e-3 --device cuda --bf16 --compile \\
         --runs dp one 20:fp32 100:fp32 100:fp16 100:int8 127:int8 67:int4 500:fp32 --plot docs/img/diloco-10m.png
+    python bench/diloco.py compare seed0.json seed1.json --against 100:fp32       paired differences with intervals
     python bench/diloco.py links                          utilisation against H at 10, 100, 1000 Mbit/s
+    python bench/diloco.py wan --json wan.json            four unequal links with latency and losses, scaled from OpenDiLoCo's
     python bench/diloco.py rounds --num 2000 --peers 3    counts wrong averages in fault-free rounds of real Hivemind peers
     python bench/diloco.py churn --peers 6 [--engine torchft]   kill -9 two peers in a round, two join
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, a share of the tokens) or
-`H:codec[:fragments:overlap][@outer_lr,momentum]`. All workers are one batched model, with the real outer step, codecs and
+`H:codec[:fragments:overlap][@outer_lr,momentum]`; bench/curves.py has the whole grammar, with other outer optimizers, missed rounds,
+changing pools and uneven data. All workers are one batched model, with the real outer step, codecs and
 sums. The text is the running Python's standard library and the machine's documentation, as bytes: 256 tokens, no tokenizer.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -27,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from curves import PRESETS, curves, draw, write_text
+from curves import PRESETS, compare, curves, draw, read_records, write_text
+from throttle import LOSS_S, PIECE_BYTES
 
 from shoal.diloco.averaging.averager import Ready
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
@@ -35,7 +41,8 @@ from shoal.diloco.codec import coded_bytes
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import take_round
 from shoal.diloco.transport.mesh import LocalHub, LocalMesh
-from shoal.diloco.transport.stream import Stream
+from shoal.diloco.transport.stream import Stream, StreamBroken
+from shoal.files import write_bytes_atomically
 from shoal.telemetry import Log
 
 PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"
@@ -44,24 +51,53 @@ PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"
 
 
 class ShapedStream(Stream):
-    """A stream that is limited to its peer's uplink, which all of the peer's streams share."""
+    """A stream with the bandwidth, latency and losses of its peer's uplink, which all of the peer's streams share."""
 
     def __init__(self, stream: Stream, uplink: "Uplink") -> None:
         # `stream` has already taken over the connection: share its protocol, and only delay sending.
         self._writer, self._frames, self.num_sent = stream._writer, stream._frames, 0
         self.peer = stream.peer
         self._uplink = uplink
+        self._underway: asyncio.Future[None] | None = None
 
     async def send(self, payload: bytes | memoryview | bytearray, digest: bytes | None = None) -> None:
         await asyncio.sleep(self._uplink.reserve(len(payload) + 36))
-        await super().send(payload, digest)
+        delay_s = self._uplink.delay_s(len(payload))
+        if not delay_s and self._underway is None:
+            await super().send(payload, digest)
+            return
+        # The sender continues while its frames are under way; they arrive in order.
+        self._underway = asyncio.ensure_future(self._deliver(self._underway, delay_s, bytes(payload), digest))
+
+    async def _deliver(
+        self, previous: "asyncio.Future[None] | None", delay_s: float, payload: bytes, digest: bytes | None
+    ) -> None:
+        due_s = time.monotonic() + delay_s
+        if previous is not None:
+            await previous
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        # If the receiver is gone, the error reaches the peer that waits for its answer.
+        with contextlib.suppress(StreamBroken):
+            await super().send(payload, digest)
+
+    def close(self) -> None:
+        if self._underway is None or self._underway.done():
+            super().close()
+        else:  # what was sent still arrives, as with TCP
+            self._underway.add_done_callback(lambda _: super(ShapedStream, self).close())
 
 
 class Uplink:
-    """A link of limited bandwidth."""
+    """A link of limited bandwidth. Lost pieces are sent again after the same time as in throttle.Link."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, latency_s: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
         self._bytes_per_s, self._free_at_s = bytes_per_s, 0.0
+        self._latency_s, self._loss, self._rng = latency_s, loss, np.random.default_rng(seed)
+
+    def delay_s(self, num_bytes: int) -> float:
+        """Returns the seconds from sending to arriving: the latency, and a timeout and two latencies per lost piece."""
+        num_lost = self._rng.binomial(-(-num_bytes // PIECE_BYTES), self._loss)
+        return self._latency_s + int(num_lost) * (LOSS_S + 2 * self._latency_s)
 
     def reserve(self, num_bytes: int) -> float:
         """Returns the seconds to wait before these bytes have been sent."""
@@ -73,9 +109,9 @@ class Uplink:
 class ShapedMesh(LocalMesh):
     """A local mesh whose streams are limited to one uplink."""
 
-    def __init__(self, hub: LocalHub, peer: str, bytes_per_s: float) -> None:
+    def __init__(self, hub: LocalHub, peer: str, uplink: Uplink) -> None:
         super().__init__(hub, peer, reachable=True)
-        self._uplink = Uplink(bytes_per_s)
+        self._uplink = uplink
 
     def _register(self, stream: Stream) -> Stream:
         return super()._register(ShapedStream(stream, self._uplink))
@@ -95,8 +131,11 @@ def one_site(
                 if pending is not None and step == overlap:
                     pending.result()
                     pending = None
+                began_s = time.monotonic()
                 time.sleep(options.step_ms / 1000)
-                compute_s += options.step_ms / 1000
+                compute_s += (
+                    time.monotonic() - began_s
+                )  # a busy machine sleeps too long, which is not the network's
             ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
             state = outer_step(state, np.zeros(8, np.float32), Outer(), work=2.0)
 
@@ -116,17 +155,14 @@ def one_site(
     return compute_s, time.monotonic() - started_s
 
 
-def shaped_peers(options: argparse.Namespace, mbit: int) -> list[PeerAverager]:
+def shaped_peers(options: argparse.Namespace, uplinks: list[Uplink]) -> list[PeerAverager]:
     hub = LocalHub()
-    terms = AveragerSettings(min_peers=options.peers, gather_s=600, stall_s=300)
+    terms = AveragerSettings(min_peers=len(uplinks), gather_s=600, stall_s=300)
     peers = [
         PeerAverager(
-            ShapedMesh(hub, f"peer-{at}", mbit * 125_000),
-            log=Log("bench"),
-            codec=options.codec,
-            settings=terms,
+            ShapedMesh(hub, f"peer-{at}", uplink), log=Log("bench"), codec=options.codec, settings=terms
         )
-        for at in range(options.peers)
+        for at, uplink in enumerate(uplinks)
     ]
     for peer in peers:
         peer.join(deadline_s=10)
@@ -153,7 +189,10 @@ def links(options: argparse.Namespace) -> None:
         ideal_s = 2 * (options.peers - 1) / options.peers * coded_bytes(options.codec, large) / 125_000 / mbit
         shares[mbit] = min(1.0, ideal_s / time_rounds(options, mbit, large))
         for every in options.every:
-            row = [measure_sites(options, mbit, every, overlap) for overlap in (0, every - 1)]
+            row = [
+                measure_sites(options, [Uplink(mbit * 125_000) for _ in range(options.peers)], every, overlap)
+                for overlap in (0, every - 1)
+            ]
             inner_s = every * options.step_ms / 1000
             print(
                 f"{mbit:>7}{took_s:>9.3f}{100 * shares[mbit]:>11.0f}%{every:>6}{100 * row[0]:>9.1f}%"
@@ -165,7 +204,7 @@ def links(options: argparse.Namespace) -> None:
 
 def time_rounds(options: argparse.Namespace, mbit: int, num_values: int) -> float:
     """Returns the median seconds of a round without other traffic."""
-    peers = shaped_peers(options, mbit)
+    peers = shaped_peers(options, [Uplink(mbit * 125_000) for _ in range(options.peers)])
     delta = np.random.default_rng(1).standard_normal(num_values, np.float32)
     state = first_state((delta[:8],))
     took = []
@@ -186,14 +225,54 @@ def time_rounds(options: argparse.Namespace, mbit: int, num_values: int) -> floa
     return float(np.median(took))
 
 
-def measure_sites(options: argparse.Namespace, mbit: int, every: int, overlap: int) -> float:
-    peers = shaped_peers(options, mbit)
-    with ThreadPoolExecutor(options.peers) as pool:
+def measure_sites(options: argparse.Namespace, uplinks: list[Uplink], every: int, overlap: int) -> float:
+    peers = shaped_peers(options, uplinks)
+    with ThreadPoolExecutor(len(uplinks)) as pool:
         jobs = [pool.submit(one_site, peer, options, every, overlap) for peer in peers]
         times = [job.result() for job in jobs]
     for peer in peers:
         peer.leave()
     return sum(compute for compute, _ in times) / sum(wall for _, wall in times)
+
+
+def wan(options: argparse.Namespace) -> None:
+    """Measures the utilisation of four sites with unequal links, for every latency, loss and seed that the file lacks."""
+    found = read_records(options.json)
+    keys = ("latency_ms", "loss", "overlap", "rounds", "seed")
+    known = {tuple(one[key] for key in keys) for one in found}
+    wanted = itertools.product(
+        options.latency_ms, options.loss, options.overlap, [options.rounds], options.seeds
+    )
+    cells = [cell for cell in wanted if cell not in known]
+    lock = threading.Lock()
+
+    def measure(cell: tuple[float, float, int, int, int]) -> None:
+        latency_ms, loss, overlap, _, seed = cell
+        uplinks = [
+            Uplink(mbit * 125_000, latency_ms / 1000, loss, seed=100 * seed + at)
+            for at, mbit in enumerate(options.uplinks)
+        ]
+        share = measure_sites(options, uplinks, options.every, overlap)
+        with lock:
+            found.append({**dict(zip(keys, cell, strict=True)), "utilisation": round(share, 5)})
+            write_bytes_atomically(options.json, json.dumps(found).encode())
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(measure, cells))
+    sent = 2 * (len(options.uplinks) - 1) / len(options.uplinks) * coded_bytes(options.codec, options.values)
+    inner_s = options.every * options.step_ms / 1000
+    ideal_s = sent / 125_000 / min(options.uplinks)
+    print(
+        f"{options.values / 1e6:.1f}M values as {options.codec}, {sent / 1e6:.2f} MB sent by each peer, uplinks of "
+        f"{options.uplinks} Mbit/s, {inner_s:.1f} s of steps (slept) and {ideal_s:.2f} s at the slowest link per round: "
+        f"{inner_s / (inner_s + ideal_s):.1%} by the formula"
+    )
+    print(f"{'latency ms':>10}{'loss':>8}{'overlap':>9}{'rounds':>8}{'seed':>6}{'utilisation':>13}")
+    for one in sorted(found, key=lambda one: [one[key] for key in keys]):
+        print(
+            f"{one['latency_ms']:>10g}{one['loss']:>8g}{one['overlap']:>9}{one['rounds']:>8}{one['seed']:>6}"
+            f"{one['utilisation']:>13.1%}"
+        )
 
 
 PAPERS = (
@@ -280,7 +359,7 @@ class Lighthouse:
             [sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        self.addresses = [self.process.stdout.readline().removeprefix("join: ").strip()]
+        self.addresses = [self.process.stdout.readline().split()[1]]
 
 
 def churn(options: argparse.Namespace) -> None:
@@ -372,7 +451,11 @@ def main() -> None:
         "--text", type=Path, help="a file of `text`; without it the text is collected from this machine"
     )
     one.add_argument("--max-text", type=int, default=64 << 20)
-    one.add_argument("--json", type=Path, help="file for the curves as numbers, updated during training")
+    one.add_argument(
+        "--json",
+        type=Path,
+        help="file for the curves as numbers, updated during training; runs that it has are not repeated",
+    )
     one.add_argument("--plot", type=Path)
     one.set_defaults(action=curves)
     drawn = actions.add_parser("plot")
@@ -381,9 +464,19 @@ def main() -> None:
     drawn.add_argument("--seed", type=int, default=0)
     drawn.add_argument("--out", type=Path, required=True)
     drawn.set_defaults(action=draw)
+    compared = actions.add_parser("compare")
+    compared.add_argument(
+        "files", type=Path, nargs="+", help="written by `curves --json`, one or more seeds each"
+    )
+    compared.add_argument("--against", default="dp", help="the run that the others are compared with")
+    compared.set_defaults(action=compare)
     packed = actions.add_parser("text")
     packed.add_argument("--out", type=Path, required=True)
     packed.add_argument("--max-text", type=int, default=64 << 20)
+    packed.add_argument(
+        "--domains", action="store_true", help="equal parts of C, documents, Perl and Python, in this order"
+    )
+    packed.add_argument("--level", type=int, default=9, help="of the compression; lower is faster")
     packed.set_defaults(action=write_text)
     two = actions.add_parser("links")
     two.add_argument("--values", type=int, default=1_000_000)
@@ -394,6 +487,24 @@ def main() -> None:
     two.add_argument("--every", type=int, nargs="+", default=[20, 100, 500])
     two.add_argument("--mbit", type=int, nargs="+", default=[10, 100, 1000])
     two.set_defaults(action=links)
+    far = actions.add_parser("wan")
+    far.add_argument("--values", type=int, default=1_100_000)
+    far.add_argument(
+        "--uplinks", type=float, nargs="+", default=[12.7, 24.7, 48.0, 93.5], help="Mbit/s of each peer"
+    )
+    far.add_argument("--codec", default="fp16-scaled")
+    far.add_argument("--every", type=int, default=10)
+    far.add_argument("--step-ms", type=float, default=4050.0, help="slept")
+    far.add_argument("--rounds", type=int, default=2)
+    far.add_argument("--latency-ms", type=float, nargs="+", default=[0.0, 20.0, 50.0, 150.0], help="one way")
+    far.add_argument("--loss", type=float, nargs="+", default=[0.0, 0.01], help="share of pieces of 16 KiB")
+    far.add_argument("--overlap", type=int, nargs="+", default=[0], help="steps during which a round may run")
+    far.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    far.add_argument("--at-once", type=int, default=4, help="cells that are measured at the same time")
+    far.add_argument(
+        "--json", type=Path, required=True, help="cells that the file has are not measured again"
+    )
+    far.set_defaults(action=wan)
     three = actions.add_parser("rounds")
     four = actions.add_parser("churn")
     for action, values, num in ((three, 10_000, 2000), (four, 2_000_000, 12)):

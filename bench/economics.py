@@ -13,6 +13,7 @@ command prints a table and exits with 1 if an aim is missed.
 import argparse
 import contextlib
 import itertools
+import math
 import random
 import sys
 import tempfile
@@ -25,7 +26,15 @@ from pathlib import Path
 from virtual_run import VirtualNode, VirtualRun, spec_of
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.rules.trust import NodeStanding, Trust, TrustEvent, check_rate, next_standing
+from shoal.swarm.coordinator.rules.trust import (
+    NodeStanding,
+    Trust,
+    TrustEvent,
+    check_rate,
+    checks_before_release,
+    is_usable,
+    next_standing,
+)
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease
 
@@ -258,6 +267,11 @@ def growth(options: argparse.Namespace) -> bool:
 # -- spared checks ------------------------------------------------------------------------------------------
 
 
+CHECK_RATE, UNCHECKED_SHARE = 0.05, 0.25
+AFTER_CHECK = 0.0
+"""Stands for the strategy of liars that lie once right after each check that they see, when nothing else is held."""
+
+
 @dataclass
 class SparedNode:
     """An invited node and its groups that wait for its next full check."""
@@ -265,7 +279,8 @@ class SparedNode:
     lies: bool
     standing: NodeStanding
     held: list[tuple[int, bool]] = field(default_factory=list)
-    """Version of each held group, and whether it is fabricated."""
+    """Version of each held group that may be used, and whether it is fabricated."""
+    was_checked: bool = False
 
 
 class SparedRun:
@@ -273,15 +288,16 @@ class SparedRun:
 
     GROUPS, MAX_LAG, TURN_S, TRUSTED_AFTER = 8, 2, 10.0, 3
 
-    def __init__(self, *, nodes: int, liars: int, share: float, seed: int) -> None:
+    def __init__(self, *, nodes: int, liars: int, share: float, streak: int, seed: int) -> None:
         self.draw, self.share = random.Random(seed), share
-        # The worst case: the liars did honest work until they are checked as rarely as possible.
-        trusted = NodeStanding(trust=Trust.TRUSTED, streak=20)
+        # The liars did honest work until now. What was checked of it was trained on.
+        trusted = NodeStanding(trust=Trust.TRUSTED, streak=streak)
         self.nodes = [SparedNode(number < liars, trusted) for number in range(nodes)]
+        self.needed = checks_before_release(CHECK_RATE, UNCHECKED_SHARE)
         self.version, self.now_s = 0, 0.0
         self.ready: dict[bool, list[tuple[int, bool]]] = {True: [], False: []}
         """Groups for the next batch, by whether they were checked."""
-        self.sent = self.trained = self.fabricated = 0
+        self.trained, self.sent, self.fabricated = nodes * streak, 0, 0
 
     def turn(self) -> None:
         """Every node that is not ejected delivers once."""
@@ -289,18 +305,22 @@ class SparedRun:
         for node in self.nodes:
             if node.standing.trust is Trust.BANNED:
                 continue
-            lie = node.lies and self.draw.random() < self.share
+            lie = node.lies and (
+                node.was_checked if self.share == AFTER_CHECK else self.draw.random() < self.share
+            )
             self.sent += lie
-            rate = check_rate(node.standing, floor=0.05)
-            if self.draw.random() >= rate:
-                node.held.append((self.version, lie))
+            rate, draw = check_rate(node.standing, floor=CHECK_RATE), self.draw.random()
+            node.was_checked = draw < rate
+            if draw >= rate:
+                if is_usable(draw, rate, UNCHECKED_SHARE):
+                    node.held.append((self.version, lie))
                 event = TrustEvent.TAKEN_ON_TRUST
             elif lie:
                 node.held.clear()
                 event = TrustEvent.REJECTED
             else:
                 self.ready[True].append((self.version, False))
-                if rate < 1:
+                if rate < 1 and node.standing.streak + 1 >= self.needed:
                     self.ready[False] += node.held
                     node.held.clear()
                 event = TrustEvent.ACCEPTED
@@ -308,7 +328,7 @@ class SparedRun:
             self._form_batch()
 
     def _form_batch(self) -> None:
-        unchecked = self.ready[False][: self.GROUPS // 4]
+        unchecked = self.ready[False][: int(self.GROUPS * UNCHECKED_SHARE)]
         checked = self.ready[True][: self.GROUPS - len(unchecked)]
         if len(checked) + len(unchecked) < self.GROUPS:
             return
@@ -327,27 +347,38 @@ class SparedRun:
 def spared(options: argparse.Namespace) -> bool:
     """Counts fabricated groups among those trained on where invited nodes are spared checks and some of them lie."""
     print(
-        f"{options.turns} submissions of each node, check_rate 0.05, max_unchecked_share 0.25, max_lag 2, {options.runs} runs"
+        f"check_rate {CHECK_RATE}, max_unchecked_share {UNCHECKED_SHARE}, max_lag {SparedRun.MAX_LAG}, {options.runs} runs of each row; "
+        "share of lies 0: one right after each check"
     )
     print(
-        "| nodes | liars | share of lies | lies sent | liars ejected | groups trained on | fabricated | share |"
+        "| nodes | liars | checks passed before | submissions of each | share of lies | lies sent | liars ejected | "
+        "groups trained on | fabricated | share |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    record = math.ceil(checks_before_release(CHECK_RATE, UNCHECKED_SHARE))
     worst = 0.0
-    for nodes, liars in ((4, 1), (10, 1), (20, 1), (100, 5), (100, 20)):
-        for share in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
+    for nodes, liars, streak, turns in (
+        (10, 1, 20, 20),
+        (10, 10, 20, 200),
+        (4, 1, record, options.turns),
+        (4, 4, record, options.turns),
+        (20, 1, record, options.turns),
+        (20, 20, record, options.turns),
+    ):
+        for share in (AFTER_CHECK, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
             runs = [
-                SparedRun(nodes=nodes, liars=liars, share=share, seed=seed) for seed in range(options.runs)
+                SparedRun(nodes=nodes, liars=liars, share=share, streak=streak, seed=seed)
+                for seed in range(options.runs)
             ]
             for run in runs:
-                for _ in range(options.turns):
+                for _ in range(turns):
                     run.turn()
             trained, fabricated = sum(run.trained for run in runs), sum(run.fabricated for run in runs)
             ejected = sum(node.standing.trust is Trust.BANNED for run in runs for node in run.nodes)
             worst = max(worst, fabricated / trained)
             print(
-                f"| {nodes} | {liars} | {share:g} | {sum(run.sent for run in runs)} | {ejected} of {liars * options.runs} | "
-                f"{trained} | {fabricated} | {fabricated / trained:.3%} |",
+                f"| {nodes} | {liars} | {streak} | {turns} | {share:g} | {sum(run.sent for run in runs)} | "
+                f"{ejected} of {liars * options.runs} | {trained} | {fabricated} | {fabricated / trained:.3%} |",
                 flush=True,
             )
     return worst < 0.001
@@ -386,7 +417,7 @@ def main() -> None:
     free.set_defaults(act=keys)
     sparing = commands.add_parser("spared")
     sparing.add_argument("--turns", type=int, default=2000, help="submissions of each node")
-    sparing.add_argument("--runs", type=int, default=5)
+    sparing.add_argument("--runs", type=int, default=20)
     sparing.set_defaults(act=spared)
     steered = commands.add_parser("steering")
     steered.add_argument("--steps", type=int, default=60, help="training steps of `tiny` before")

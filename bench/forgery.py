@@ -19,10 +19,10 @@ from shoal import toploc
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.swarm.validator.fact_checks import allowed_hits
 from shoal.tasks import make_task
 from shoal.toploc import SegmentCheck
-from shoal.toploc.proof import PRIME
+from shoal.toploc.field import PRIME
+from shoal.toploc.segment_rules import allowed_hits
 from shoal.wire.run_spec import TaskSpec, Tolerances
 
 SEGMENT, TOPK = 32, 128

@@ -7,6 +7,12 @@
 Prints the held-out reward and the mean length of an answer every `--eval-every` steps. Groups without signal are dropped and
 replaced by more prompts, up to `--rounds` times as many. `--lag` trains on batches that are that many steps old, as a swarm does.
 `--minutes` ends a seed early. Held-out problems are never trained on; rewards are those of sampled answers.
+
+    python bench/learn.py --mix length 2 4 9 --pool 384 --band 0.125 0.5 --json FILE.json --name filtered ...
+
+`--mix` poses problems of several sizes in turn. `--pool` trains on the first problems only, over and over; `--band` keeps those of
+them that the start model solves in this share of 8 samples (the report's offline filter). `--json` keeps every finished seed, and
+a command that is repeated continues with the seeds that are missing.
 """
 
 import argparse
@@ -14,9 +20,11 @@ import json
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,7 +36,7 @@ from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.tasks import Split, make_task
-from shoal.tasks.task import Outcome, Problem
+from shoal.tasks.task import Outcome, Problem, Task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
@@ -58,9 +66,16 @@ class Point:
     """Mean length of an answer."""
     off_target: float | None
     """Mean |target - length|, if the task asks for a length."""
+    off_by_target: dict[int, float]
+    """The same for each target."""
+    right_by_task: list[float]
+    """Share of right answers for each value of `--mix`."""
 
 
 Group = list[Answer]
+
+PASS_SAMPLES = 8
+"""Samples per problem of the offline filter."""
 
 
 class Loop:
@@ -69,7 +84,10 @@ class Loop:
         spec = TaskSpec(name=options.task, options=dict(options.option))
         if options.budgets:
             spec = spec.model_copy(update={"budgets": tuple(options.budgets), "budget_alpha": options.alpha})
-        self.task = make_task(spec)
+        name, *values = options.mix or [""]
+        mixed = [spec.options | {name: json.loads(value)} for value in values] or [spec.options]
+        self.tasks = [make_task(spec.model_copy(update={"options": one})) for one in mixed]
+        """Problem i is one of task i modulo their number."""
         self.model, self.current = folder / "model", folder / "current"
         create_model(options.model, self.model, seed)
         self.current.mkdir()
@@ -87,12 +105,14 @@ class Loop:
             seed=seed,
         )
         decoder = load_decoder(self.model, torch.float32, options.device)
-        self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=options.new_tokens)
+        self.learner = Learner(decoder, config, max_new_tokens=options.new_tokens)
         self.stop = threading.Event()
-        warm_up(self.learner, [self.task], load_tokenizer(self.model), log=Log("bench"), stop=self.stop)
+        warm_up(self.learner, self.tasks, load_tokenizer(self.model), log=Log("bench"), stop=self.stop)
         self.engine = TorchEngine(
             compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.max_rows, device=options.device
         )
+        self.pool: list[int] | None = None
+        """Problems that are trained on, over and over; None: always new ones."""
         self.posed = 0
         self.loads = 0
 
@@ -102,11 +122,15 @@ class Loop:
         self.engine.load(self.current, self.loads)
         self.loads += 1
 
-    def answer(self, split: Split, first: int, num_prompts: int, num_samples: int) -> list[Group]:
-        problems = [self.task.problem(split, first + index) for index in range(num_prompts)]
-        seed = f"{self.seed:032x}{self.loads:016x}{first:016x}"
+    def task(self, index: int) -> Task:
+        return self.tasks[index % len(self.tasks)]
+
+    def answer(self, split: Split, indices: Sequence[int], num_samples: int, *, draw: int = 0) -> list[Group]:
+        """Returns a group for each problem. `draw` gives the samples of other steps other seeds."""
+        problems = [self.task(index).problem(split, index) for index in indices]
+        seed = f"{self.seed:032x}{self.loads:016x}{draw:016x}"
         encode = self.engine.tokenizer.encode_prompt
-        prompts = [tuple(encode(problem.prompt, chat=self.task.chat)) for problem in problems]
+        prompts = [tuple(encode(problem.prompt, chat=self.tasks[0].chat)) for problem in problems]
         self.engine.submit(
             [
                 GenerationRequest(
@@ -117,27 +141,43 @@ class Loop:
                     max_new_tokens=self.options.new_tokens,
                     temperature=1.0,
                 )
-                for prompt in range(num_prompts)
+                for prompt in range(len(problems))
                 for sample in range(num_samples)
             ]
         )
         groups: list[Group] = [[] for _ in problems]
         while self.engine.has_work:
             for row in self.engine.step():
-                groups[row.request.prompt_index].append(self._graded(row, problems[row.request.prompt_index]))
+                place = row.request.prompt_index
+                groups[place].append(self._graded(row, self.task(indices[place]), problems[place]))
         return groups
 
-    def _graded(self, row: FinishedRow, problem: Problem) -> Answer:
+    def _graded(self, row: FinishedRow, task: Task, problem: Problem) -> Answer:
         text = self.engine.tokenizer.decode(row.output_tokens)
-        reward = self.task.reward(problem, text, len(row.output_tokens))
+        reward = task.reward(problem, text, len(row.output_tokens))
         return Answer(row, problem, reward.value, reward.outcome is Outcome.RIGHT)
+
+    def choose_pool(self) -> None:
+        """Fills the pool; with `--band` only with problems of which the start model solves that share."""
+        indices = list(range(self.options.pool))
+        if self.options.band:
+            low, high = self.options.band
+            groups = self.answer("train", indices, PASS_SAMPLES)
+            shares = [sum(answer.right for answer in group) / PASS_SAMPLES for group in groups]
+            indices = [index for index, share in zip(indices, shares, strict=True) if low <= share <= high]
+            if not indices:
+                raise ValueError(f"--band {low} {high}: no problem of the pool is within it")
+        self.pool = indices
 
     def groups_with_signal(self) -> tuple[list[Group], int]:
         """Returns up to `groups` groups with signal, and how many were generated in all."""
         found: list[Group] = []
         generated = 0
         for _ in range(self.options.rounds):
-            groups = self.answer("train", self.posed, self.options.groups, self.options.samples)
+            indices = list(range(self.posed, self.posed + self.options.groups))
+            if self.pool is not None:
+                indices = [self.pool[index % len(self.pool)] for index in indices]
+            groups = self.answer("train", indices, self.options.samples, draw=self.posed)
             self.posed += len(groups)
             generated += len(groups)
             found += [group for group in groups if len({answer.reward for answer in group}) > 1]
@@ -158,19 +198,21 @@ class Loop:
                 version=self.learner.version,
                 samples=tuple(samples),
                 num_groups=len(groups),
-                dropped_groups=0,
-                reward_mean=0.0,
             )
             self.learner.step(batch, self.stop)
 
     def evaluate(self, step: int, seconds: float) -> Point:
-        groups = self.answer("eval", 0, self.options.eval_prompts, self.options.eval_samples)
+        groups = self.answer("eval", range(self.options.eval_prompts), self.options.eval_samples)
         answers = [answer for group in groups for answer in group]
         lengths = [len(answer.row.output_tokens) for answer in answers]
-        off = [
-            abs(answer.problem.budget - length)
-            for answer, length in zip(answers, lengths, strict=True)
-            if answer.problem.budget is not None
+        off_by_target: dict[int, list[int]] = defaultdict(list)
+        for answer, length in zip(answers, lengths, strict=True):
+            if (target := answer.problem.budget) is not None:
+                off_by_target[target].append(abs(target - length))
+        off = [one for errors in off_by_target.values() for one in errors]
+        by_task = [
+            [answer.right for group in groups[place :: len(self.tasks)] for answer in group]
+            for place in range(len(self.tasks))
         ]
         return Point(
             step=step,
@@ -178,7 +220,9 @@ class Loop:
             right=sum(answer.right for answer in answers) / len(answers),
             reward=sum(answer.reward for answer in answers) / len(answers),
             tokens=sum(lengths) / len(lengths),
-            off_target=sum(off) / len(off) if off else None,
+            off_target=fmean(off) if off else None,
+            off_by_target={target: fmean(errors) for target, errors in sorted(off_by_target.items())},
+            right_by_task=[fmean(right) for right in by_task],
         )
 
 
@@ -194,7 +238,19 @@ def to_sample(row: FinishedRow, advantage: float, group: int) -> TrainSample:
     )
 
 
-def run_seed(options: argparse.Namespace, seed: int) -> list[Point]:
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """A finished run of one seed."""
+
+    points: list[Point]
+    pool: int | None
+    """Problems that were trained on; None: always new ones."""
+    generated: int
+    used: int
+    """Groups that were generated, and those of them that had signal and were trained on."""
+
+
+def run_seed(options: argparse.Namespace, seed: int) -> SeedResult:
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(options, seed, Path(folder))
@@ -202,6 +258,9 @@ def run_seed(options: argparse.Namespace, seed: int) -> list[Point]:
         generating_s = training_s = 0.0
         generated = used = 0
         started_s = time.monotonic()
+        if options.pool:
+            loop.load()
+            loop.choose_pool()
         for step in range(options.steps + 1):
             loop.load()
             over = time.monotonic() - started_s > options.minutes * 60
@@ -220,7 +279,26 @@ def run_seed(options: argparse.Namespace, seed: int) -> list[Point]:
                 loop.train(waiting.popleft())
                 training_s += time.monotonic() - began_s
     print(f"seed {seed}: {used:,} of {generated:,} groups had signal and were used", flush=True)
-    return points
+    return SeedResult(points, None if loop.pool is None else len(loop.pool), generated, used)
+
+
+def kept_or_run(options: argparse.Namespace, seed: int) -> SeedResult:
+    """Returns the result of a seed, from the file if it has one of this name with the same settings."""
+    if options.json is None:
+        return run_seed(options, seed)
+    places = ("json", "name", "plot", "seeds", "minutes")
+    settings = {name: value for name, value in vars(options).items() if name not in places}
+    head = {"run": options.name, "seed": seed, "settings": json.loads(json.dumps(settings))}
+    records = json.loads(options.json.read_text()) if options.json.exists() else []
+    for record in records:
+        if all(record[name] == value for name, value in head.items()):
+            points = [Point(**point) for point in record["points"]]
+            return SeedResult(points, record["pool"], record["generated"], record["used"])
+    result = run_seed(options, seed)
+    # Another command may have written its own seeds to the file meanwhile.
+    records = json.loads(options.json.read_text()) if options.json.exists() else []
+    options.json.write_text(json.dumps([*records, head | asdict(result)]) + "\n")
+    return result
 
 
 def as_lost_rank(seed: int, point: Point, generating_s: float, training_s: float) -> str:
@@ -270,6 +348,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--task", default="sort")
     parser.add_argument("--option", action="append", default=[], type=key_value, metavar="KEY=VALUE")
+    parser.add_argument("--mix", nargs="+", help="an option of the task and its values, posed in turn")
+    parser.add_argument("--pool", type=int, help="train on this many problems, over and over")
+    parser.add_argument("--band", type=float, nargs=2, help="keep problems solved in this share of 8 samples")
     parser.add_argument("--budgets", type=int, nargs="*", help="target lengths in tokens")
     parser.add_argument("--alpha", type=float, default=0.01, help="penalty per token off the target")
     parser.add_argument("--groups", type=int, default=16)
@@ -295,21 +376,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path, help="write the points to this file")
+    parser.add_argument("--json", type=Path, help="keep finished seeds here, and continue from it")
+    parser.add_argument("--name", default="", help="name of the run in the file")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    curves = {seed: run_seed(options, seed) for seed in options.seeds}
+    curves = {seed: kept_or_run(options, seed).points for seed in options.seeds}
     for seed, points in curves.items():
         print(
             f"seed {seed}: held-out right {points[0].right:.3f} -> {points[-1].right:.3f}, reward "
             f"{points[0].reward:.3f} -> {points[-1].reward:.3f} in {points[-1].seconds:.0f} s"
-        )
-    if options.json:
-        options.json.write_text(
-            json.dumps({seed: [asdict(p) for p in points] for seed, points in curves.items()})
         )
     if options.plot:
         plot(curves, f"{Path(options.model).name} on {options.task}", options.plot)

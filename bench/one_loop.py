@@ -1,4 +1,4 @@
-"""Runs the trainer's own step and a plain generator in one process. staleness.py and clipping.py use it.
+"""Runs the trainer's own step and a plain generator in one process. staleness.py, clipping.py and stability.py use it.
 
 The task is `sort` and the model `tiny`, so that a run takes seconds. Version v trains on rollouts of version v - lag, which
 are sampled from the bfloat16 weights that a swarm would have published.
@@ -30,12 +30,15 @@ from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
 from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.reference import Reference
 from shoal.trainer.optim.supervised import warm_up
-from shoal.trainer.reporting.step_figures import StepFigures
+from shoal.trainer.reporting.early_warnings import WarningTracker
+from shoal.trainer.reporting.step_figures import StepFigures, step_report
+from shoal.wire.messages import Batch
 from shoal.wire.run_spec import TaskSpec
 
 NEW_TOKENS = 6
-SCALARS = ("rewards", "generate_s", "train_s", "held_out")
+SCALARS = ("rewards", "warnings", "generate_s", "train_s", "held_out")
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Curve:
 
     rewards: list[float] = field(default_factory=list)
     figures: list[StepFigures] = field(default_factory=list)
+    warnings: list[tuple[int, str]] = field(default_factory=list)
+    """Step and kind of each early warning that the trainer would have sent."""
     generate_s: float = 0.0
     train_s: float = 0.0
     held_out: float = 0.0
@@ -75,7 +80,7 @@ class KeptRuns:
         """Returns the run with these settings, from the file or made now; None if the time is over."""
         if (record := self._kept.get(_key(settings))) is not None:
             figures = [StepFigures(**figures) for figures in record["figures"]]
-            return Curve(**{name: record[name] for name in SCALARS}, figures=figures)
+            return Curve(**{name: record[name] for name in SCALARS if name in record}, figures=figures)
         if time.monotonic() >= self._end_s:
             self.missing += 1
             return None
@@ -107,20 +112,31 @@ class OneLoop:
             decoder = load_decoder(Path(folder) / "model")
             self.tokenizer = load_tokenizer(Path(folder) / "model")
         self.decoder = decoder  # the one that the learner trains
-        self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=NEW_TOKENS)
+        self.posed = 0
+        self.start(config)
         warm_up(self.learner, [self.task], self.tokenizer, log=Log("bench"), stop=self.stop)
-        self.published = deque([published(decoder)], maxlen=lag + 1)
+        self.start(config)
+
+    def start(self, config: TrainerConfig) -> None:
+        """Makes the current weights version 0 of a run with these settings, with a new optimizer."""
+        self.learner = Learner(self.decoder, config, max_new_tokens=NEW_TOKENS)
+        self.learner.reference = Reference(self.decoder) if config.kl else None
+        self.published = deque([published(self.decoder)], maxlen=self.lag + 1)
 
     def run(self, num_steps: int) -> Curve:
         curve = Curve()
+        tracker = WarningTracker()
         while self.learner.version < num_steps:
-            version = self.learner.version
             started_s = time.monotonic()
-            rows = self.generate(self.published[0], "train", version * self.groups, self.groups, self.samples)
+            rows = self.generate(self.published[0], "train", self.posed, self.groups, self.samples)
+            self.posed += self.groups
             generated_s = time.monotonic()
             batch, reward = self.batch(rows, lag=len(self.published) - 1)
             curve.rewards.append(reward)
-            curve.figures.append(self.learner.step(batch, self.stop))
+            figures = self.learner.step(batch, self.stop)
+            curve.figures.append(figures)
+            warnings = tracker.add(step_report(batch, figures, wait_s=0.0))
+            curve.warnings += [(self.learner.version, warning.kind) for warning in warnings]
             curve.generate_s += generated_s - started_s
             curve.train_s += time.monotonic() - generated_s
             self.published.append(published(self.decoder))
@@ -141,13 +157,16 @@ class OneLoop:
             for (sample, _), value in zip(group, values, strict=True):
                 samples.append(replace(sample, advantage=value, lag=lag, group=index))
         reward = sum(reward for _, reward in rows) / len(rows)
-        batch = TrainBatch(
-            version=self.learner.version,
-            samples=tuple(samples),
-            num_groups=len(useful),
+        version = self.learner.version
+        # Without the dropped groups, the early warning of missing signal could never come.
+        told = Batch(
+            version=version,
+            groups=(),
             dropped_groups=len(groups) - len(useful),
+            stale_groups=0,
             reward_mean=reward,
         )
+        batch = TrainBatch(version=version, samples=tuple(samples), num_groups=len(useful), told=told)
         return batch, reward
 
     @torch.no_grad()

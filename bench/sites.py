@@ -153,7 +153,7 @@ def wait_for_address(path: Path) -> str:
     while time.monotonic() < until_s:
         for line in path.read_text().splitlines() if path.exists() else []:
             if line.startswith("join: "):
-                return line.removeprefix("join: ")
+                return line.split()[1]
         time.sleep(0.2)
     raise TimeoutError(f"no rendezvous address after 120 s; see {path}")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
-VALUES_AT_ONCE = 1 << 29
-"""Values that AdamW updates at once."""
+VALUES_AT_ONCE = {"cuda": 1 << 29, "cpu": 1 << 18}
+"""Values that AdamW updates at once: what fits in a GPU's memory, or in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class Stack:
             step = (at + 1).float()
             rates = self._rates.index_select(0, at) * self._scale
             # A few rows at a time: AdamW's intermediate values for all rows of a large model would not fit in memory.
-            take = max(1, VALUES_AT_ONCE // self.weights.shape[1])
+            take = max(1, VALUES_AT_ONCE[self.weights.device.type] // self.weights.shape[1])
             for start in range(0, len(self.weights), take):
                 some = slice(start, start + take)
                 self._adamw(

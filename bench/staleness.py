@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["worker", "recompute"])
     parser.add_argument("--plot", type=Path)
     KeptRuns.add_options(parser)
-    parser.add_argument("--json", type=Path, help="also plot every single curve")
+    parser.add_argument("--json", type=Path, help="write the reward of every step to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[tuple[str, int], list[Curve]] = {}
@@ -129,11 +129,17 @@ def main() -> None:
     if options.plot:
         plot(results, options.plot)
     if options.json:
-        table = {
-            f"{variant}/{lag}": [curve.rewards for curve in curves]
+        records = [
+            {
+                "behaviour": variant,
+                "lag": lag,
+                "held_out": curve.held_out,
+                "rewards": [round(reward, 4) for reward in curve.rewards],
+            }
             for (variant, lag), curves in results.items()
-        }
-        options.json.write_text(json.dumps(table))
+            for curve in curves
+        ]
+        options.json.write_text(json.dumps(records) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.coordinator.rules import cumulative_evidence
 from shoal.swarm.coordinator.rules.cumulative_evidence import TESTS, THRESHOLDS, Sums
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import make_task
 from shoal.trainer.config import TrainerConfig

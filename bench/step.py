@@ -82,12 +82,13 @@ class Bench:
             rows_per_micro_batch=1,
             compute_dtype="bfloat16" if self.device.type == "cuda" else "float32",
             activation_checkpointing=options.recompute,
+            optimizer_states=options.states,
         )
         log = Log("bench")
         self.lockstep = Lockstep(
             config, SINGLE_PROCESS, device=options.device, log=log, stop=threading.Event()
         )
-        self.lockstep.learner = self.learner = Learner(decoder, config, temperature=1.0)
+        self.lockstep.learner = self.learner = Learner(decoder, config)
         key = Key.generate()
         self.publisher = Publisher(
             VersionStore(folder / "versions", 3, run="bench", run_key=key.public),
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--snapshot-every", type=int, default=1000, help="versions that are also sent whole")
+    parser.add_argument("--states", choices=("float32", "int8"), default="float32", help="of the optimizer")
     parser.add_argument("--recompute", action="store_true", help="activation_checkpointing")
     parser.add_argument("--checkpoint", action="store_true", help="also write one checkpoint")
     parser.add_argument("--dir", type=Path, help="where versions are written; a temporary folder by default")

@@ -49,7 +49,7 @@ SERVER = """
 import json, sys, threading
 from pathlib import Path
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
+from shoal.swarm.coordinator.http.server import Hosting, run_pool
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 folder, database = Path(sys.argv[1]), sys.argv[2]
 spec = RunSpec(run="load", task=TaskSpec(name="sort", options={"length": 6}), compute_dtype="float32",
@@ -57,8 +57,8 @@ spec = RunSpec(run="load", task=TaskSpec(name="sort", options={"length": 6}), co
 config = CoordinatorConfig(groups_per_step=10**6, prompts_per_lease=2, eval_prompts=0, lease_s=600,
                            max_open_leases=64, requests_per_s=10**6, database=database, try_relays=False)
 import shoal.telemetry
-run_coordinator(config, spec, folder, "127.0.0.1", 0, threading.Event(),
-                lambda url: print(url, flush=True))
+run_pool([Hosting(config=config, spec=spec, dir=folder)], "127.0.0.1", 0, threading.Event(),
+         lambda url: print(url, flush=True))
 """
 
 

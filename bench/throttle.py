@@ -68,9 +68,12 @@ class Link:
         self._started.set()
         await self._stop.wait()
         server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A connection that was just accepted registers itself a few iterations later; until then it cannot be cancelled.
+        while len(asyncio.all_tasks()) > 1:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # aborted transports close their sockets, before the loop ends
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

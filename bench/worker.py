@@ -40,7 +40,7 @@ from shoal.rollout.worker.worker import WorkerConfig, start_worker
 from shoal.rollout.worker.worker_folder import open_worker_folder
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.http.server import run_coordinator
+from shoal.swarm.coordinator.http.server import Hosting, run_pool
 from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
 from shoal.wire.delegation import read_relay_delegation, write_relay_key
@@ -67,6 +67,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="after the first row")
     parser.add_argument("--every", type=float, default=12.0, help="seconds between two versions")
     parser.add_argument("--mbit", type=float, default=200.0, help="of the link to the relay")
+    parser.add_argument(
+        "--latency-s", type=float, default=0.0, help="of the link to the coordinator, one way"
+    )
     parser.add_argument("--model", default="", help="a folder; else a random Llama of --hidden and --layers")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -175,9 +178,15 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
         sampling=Sampling(max_new_tokens=options.new_tokens, samples_per_prompt=options.samples),
         last_version=10**6,
     )
+    own_port = free_port()
+    own_link = Link(own_port, latency_s=options.latency_s)
     # Random weights earn no reward, so no batch is ever formed: there is always work, and the publisher does not wait.
     config = CoordinatorConfig(
-        groups_per_step=10**6, prompts_per_lease=options.prompts, eval_prompts=0, heartbeat_s=5.0
+        groups_per_step=10**6,
+        prompts_per_lease=options.prompts,
+        eval_prompts=0,
+        heartbeat_s=5.0,
+        authorities=(f"127.0.0.1:{own_link.port}",),
     )
 
     def on_ready(url: str) -> None:
@@ -185,14 +194,13 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
         ready.set()
 
     place = scratch / "coordinator"
-    begin(run_coordinator, config, spec, place, "127.0.0.1", 0, stop, on_ready)
+    run = Hosting(config=config, spec=spec, dir=place)
+    begin(run_pool, [run], "127.0.0.1", own_port, stop, on_ready)
     ready.wait(60)
     url, keys = urls[0], place / "keys"
     publisher = Publisher(scratch, url, keys, options)
     publisher.publish()
-    sock = listen("127.0.0.1", 0)
-    port = int(sock.getsockname()[1])
-    sock.close()
+    port = free_port()
     link = Link(port, bytes_per_s=options.mbit * 1e6 / 8)
     relay_key = write_relay_key(Key.load(keys / "relay.key"), link.url, scratch / "relay-key")
     delegation = read_relay_delegation(relay_key)
@@ -203,9 +211,16 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
     )
     begin(lambda: run_validator(check, stop=stop))
     begin(publisher.run, stop)
-    print(url, flush=True)
+    print(own_link.url, flush=True)
     sys.stdin.read()
     stop.set()
+
+
+def free_port() -> int:
+    sock = listen("127.0.0.1", 0)
+    port = int(sock.getsockname()[1])
+    sock.close()
+    return port
 
 
 def begin(work, *arguments) -> None:  # type: ignore[no-untyped-def]
