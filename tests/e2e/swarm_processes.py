@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 
+from shoal.cli.run.addresses import free_ports
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Stats
 
@@ -65,7 +66,7 @@ class Swarm:
         relays: int = 2,
         workers: int = 2,
         lies: list[str] | None = None,
-        deadline_s: float = 120.0,
+        deadline_s: float = 240.0,
         settings: Mapping[str, object] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,17 +81,23 @@ class Swarm:
             deadline_s=deadline_s,
         )
         self.file.write_text(change(text, settings or {}))
+        self.port = free_ports(1)[0]
+        """A port of its own: two runs that start at the same time would both find the default one free."""
         self.process: subprocess.Popen[bytes] | None = None
         self.mark = {"SHOAL_E2E": secrets.token_hex(16)}
         """A mark in the environment of every process of this run, by which all of them can be found."""
         self._output_before = 0
+
+    @property
+    def command(self) -> list[str]:
+        return [*SHOAL, "run", str(self.file), "--dir", str(self.folder), "--port", str(self.port)]
 
     def start(self, *options: str) -> "Swarm":
         """Starts the run, or continues it with "--resume"."""
         with self.output_path.open("ab") as output:
             self._output_before = output.tell()
             self.process = subprocess.Popen(
-                [*SHOAL, "run", str(self.file), "--dir", str(self.folder), *options],
+                [*self.command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -138,7 +145,7 @@ class Swarm:
                     return line.split("coordinator ")[1].split(",")[0]
             return None
 
-        url: str = self.wait_for("the run to name its coordinator", said, deadline_s=60.0)
+        url: str = self.wait_for("the run to name its coordinator", said)
         return url
 
     def pids(self) -> dict[str, int]:
@@ -161,21 +168,21 @@ class Swarm:
         return list(read_ledger(self.url))
 
     def wait_for(
-        self, what: str, look: Callable[[], Any], *, deadline_s: float = 120.0, pause_s: float = 0.1
+        self, what: str, look: Callable[[], Any], *, deadline_s: float = 240.0, pause_s: float = 0.1
     ) -> Any:
         """Waits until `look` returns something true."""
         give_up_s = time.monotonic() + deadline_s
         while time.monotonic() < give_up_s:
             if found := look():
                 return found
-            if self.process is not None and self.process.poll() not in (None, 0):
+            if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(
                     f"the run ended with {self.process.returncode} while waiting for {what}:\n{self.output[-4000:]}"
                 )
             time.sleep(pause_s)
         raise AssertionError(f"waited {deadline_s:.0f} s for {what}:\n{self.output[-4000:]}")
 
-    def wait_for_version(self, version: int, deadline_s: float = 120.0) -> Stats:
+    def wait_for_version(self, version: int, deadline_s: float = 240.0) -> Stats:
         def reached() -> Stats | None:
             stats = self.stats()
             return (
@@ -187,7 +194,7 @@ class Swarm:
         stats: Stats = self.wait_for(f"version {version}", reached, deadline_s=deadline_s)
         return stats
 
-    def wait_until_over(self, deadline_s: float = 240.0) -> int:
+    def wait_until_over(self, deadline_s: float = 400.0) -> int:
         assert self.process is not None
         try:
             return self.process.wait(deadline_s)
@@ -208,6 +215,11 @@ class Swarm:
         """Kills a role with SIGKILL as soon as `look` returns something true."""
         self.wait_for(what, look, pause_s=0.001)
         self.kill(role)
+
+    def pause(self, worker: str) -> None:
+        """Makes a worker idle after its current lease, as `shoal pause` does: it would take the cores of tested processes."""
+        (self.folder / worker).mkdir(parents=True, exist_ok=True)  # the worker may not have started yet
+        (self.folder / worker / "paused").touch()
 
     def wait_until_back(self, role: str, killed: int) -> None:
         """Waits until the supervisor has restarted a role."""

@@ -16,7 +16,7 @@ from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.wire.run_spec import TaskSpec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TASK = TaskSpec(name="sort", options={"length": 4, "partial": 0.5})
 
 
@@ -25,7 +25,7 @@ def make_warm_model(folder: Path) -> Path:
     create_model("tiny", folder / "raw", seed=0)
     config = TrainerConfig(supervised_steps=25, row_tokens=64, rows_per_micro_batch=32)
     lockstep = Lockstep(config, SINGLE_PROCESS, device="cpu", log=Log("warm"), stop=threading.Event())
-    lockstep.create_learner(folder / "raw", 1.0)
+    lockstep.create_learner(folder / "raw")
     lockstep.warm_up((TASK,), load_tokenizer(folder / "raw"))
     (folder / "warm").mkdir()
     copy_all_but_weights(folder / "raw", folder / "warm")

@@ -18,15 +18,18 @@ import torch
 from liar_client import Liar, Made, sha256_of
 from swarm_processes import Swarm
 
-from shoal.net.http_client import Refused
+from relay_reports import delegated_report
+from shoal.net.http_client import Refused, SignedClient
 from shoal.rollout.adversary.lies import fabricate
+from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
-from shoal.wire.messages import Abandon, LeaseStatus, Leave, OpenSession, Recorded, Session
+from shoal.wire.ledger import verify_chain
+from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, Leave, OpenSession, Recorded, Session
 from shoal.wire.rollouts import encode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Enter = Callable[[], Liar]
 STREAMS = 16
@@ -250,8 +253,30 @@ def test_one_address_does_not_take_all_event_streams(swarm: Swarm) -> None:
         assert streams.enter_context(viewer.stream("GET", "/v1/events")).status_code == 200
 
 
+def test_a_relay_speaks_only_for_itself_and_is_never_the_only_source(swarm: Swarm, enter: Enter) -> None:
+    """A relay with a key of its own says that another relay has nothing, and that it has every version itself."""
+    operator, liar = Key.load(swarm.folder / "coordinator" / "keys" / "relay.key"), Key.generate()
+    lease = enter().session.ask_lease()
+    versions = range(lease.policies[-1].version + 3)
+    own = delegated_report(operator, "http://127.0.0.1:9", versions, relay=liar.public)
+    with contextlib.closing(SignedClient(swarm.url, liar, log=Log("liar"))) as client:
+        for url in lease.relays:
+            with pytest.raises(Refused) as refused:
+                client.call(
+                    "POST", "/v1/relays", own.model_copy(update={"url": url, "versions": ()}), HeartbeatReply
+                )
+            assert refused.value.code == "request.not_allowed"
+        for _ in range(5):
+            client.call("POST", "/v1/relays", own, HeartbeatReply)
+            under_attack = enter().session.ask_lease()
+            assert set(lease.relays) <= set(under_attack.relays) and under_attack.origin == lease.origin
+    wait_for_batches(swarm)
+
+
 def test_nobody_honest_was_blamed_and_the_run_goes_on(swarm: Swarm) -> None:
     wait_for_batches(swarm)
+    events = swarm.ledger()
+    assert verify_chain(events)[0] == len(events), "evidence against lies has large numbers"
     honest = Key.load(swarm.folder / "worker-1" / "node.key").public
     verdicts = [event.body for event in swarm.ledger() if event.type == "verdict.given"]
     assert {verdict["code"] for verdict in verdicts if verdict["node"] == honest} == {ACCEPTED}

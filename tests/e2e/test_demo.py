@@ -8,7 +8,7 @@ import pytest
 from books import check_books, read_steps
 from swarm_processes import Swarm, shoal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LEARNS = {
     "samples_per_prompt": 16,
@@ -54,7 +54,7 @@ def test_a_swarm_that_learns_and_catches_a_liar(tmp_path: Path) -> None:
         r"versions          25 published, 384 groups trained on in 24 batches",
         r"broadcast         [\d.]+ MB published, [\d.]+ MB sent by relays",
         r"submissions       \d+ accepted, 2 refused, \d+ void",
-        rf"{liar} banned +credit +0 +accepted 0, refused 2, void \d+",
+        rf"{liar} ejected +credit +0 +accepted 0, refused 2, void \d+",
         r"worker-1 \(\w{8}\) +trusted +credit +[\d,]+ +accepted \d+, refused 0",
         r"worker-2 \(\w{8}\) +trusted +credit +[\d,]+ +accepted \d+, refused 0",
         rf"files             {swarm.folder}",
@@ -88,7 +88,7 @@ def test_an_unknown_key_and_an_invalid_value_are_errors(tmp_path: Path) -> None:
     for words in (
         f"{swarm.file}: coordinator.groups_per_step = 0: ",
         f"{swarm.file}: coordinator.lease_s = 'long': ",
-        f"{swarm.file}: local.colour is not a key of a run file; docs/run-file.md lists them",
+        f"{swarm.file}: local.colour is not a key of a run file; `shoal docs run-file` lists them",
         f"{swarm.file}: weather is not a key of a run file",
     ):
         assert words in refused.stderr, refused.stderr

@@ -17,6 +17,7 @@ import pytest
 from swarm_processes import SHOAL, Role, Swarm
 
 from docs_commands import ROOT, Command, commands_in_blocks
+from shoal.cli.run.addresses import free_ports
 from shoal.wire.keys import Key
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -62,7 +63,11 @@ class Reader:
         node = self.folder / "shoal-node" / "node.key"
         if node.exists():
             text = re.sub(r"\bNODE\b", Key.load(node).public, text)
-        return shlex.split(text)[1:]
+        words = shlex.split(text)[1:]
+        if words[0] == "run" and "--dry-run" not in words:
+            # The default port is for one run of the machine at a time.
+            words += ["--port", str(free_ports(1)[0])]
+        return words
 
     def type(self, command: Command) -> None:
         if command.text in self.done:
@@ -90,8 +95,10 @@ class Reader:
         return None
 
     def is_paused(self) -> bool:
-        stats = self.swarm.stats()
-        return stats is not None and any("paused" in (node.phase or "") for node in stats.nodes)
+        stats, node = self.swarm.stats(), Key.load(self.folder / "shoal-node" / "node.key").public
+        return stats is not None and any(
+            "paused" in (one.phase or "") for one in stats.nodes if one.node == node
+        )
 
     def join(self, words: list[str]) -> None:
         """Runs the command at a terminal, answers yes, and returns when its first file exists."""
@@ -149,7 +156,7 @@ def write_reverse(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("reader")
-    # Enough versions to outlast the tests, and enough groups per step that a version lasts for seconds.
+    # Enough versions to outlast the tests.
     swarm = Swarm(
         folder / "live",
         last_version=5000,
@@ -162,6 +169,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     swarm.file.write_text(swarm.file.read_text().replace("[task]", "keep_versions = 500\n[task]", 1))
     with swarm:
         swarm.wait_for_version(2)
+        swarm.pause("worker-1")  # from here on only the nodes of the commands work
         one = Reader(folder, swarm)
         yield one
         one.close()

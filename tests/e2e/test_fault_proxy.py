@@ -14,7 +14,7 @@ from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SHARE = 0.25
 """The share of requests that meet a fault."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swarm_processes import SHOAL, Swarm
+from swarm_processes import Swarm
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STOP_S = 10.0
 """The promised bound on stopping, the only one in these tests that the clock measures."""
@@ -45,7 +45,7 @@ def before_anything_runs(swarm: Swarm) -> object:
 
 
 def while_roles_start(swarm: Swarm) -> object:
-    return swarm.wait_for("every role to be started", lambda: len(swarm.pids()) == 7, pause_s=0.001)
+    return swarm.wait_for("every role to be started", lambda: "worker-1" in swarm.pids(), pause_s=0.001)
 
 
 def while_the_trainer_warms_up(swarm: Swarm) -> object:
@@ -74,7 +74,7 @@ def during_the_last_evaluation(swarm: Swarm) -> object:
 def test_everything_stops(
     tmp_path: Path, ready: Ready, settings: dict[str, object], number: signal.Signals
 ) -> None:
-    with Swarm(tmp_path, settings=settings) as swarm:
+    with Swarm(tmp_path, relays=1, workers=1, settings=settings) as swarm:
         ready(swarm)
         assert_it_stops(swarm, lambda: swarm.interrupt(number))
 
@@ -107,7 +107,7 @@ def test_the_key_itself_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     os.set_inheritable(theirs, True)
     swarm.process = subprocess.Popen(
-        [*SHOAL, "run", str(swarm.file), "--dir", str(swarm.folder)],
+        swarm.command,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

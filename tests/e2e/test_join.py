@@ -3,8 +3,10 @@
 SHOAL_JOIN names the `shoal` of another environment, such as a fresh one made as the README says; the time it takes is printed.
 """
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -34,11 +36,11 @@ def run(*words: object, status: int = 0) -> str:
 
 
 class Joined:
-    def __init__(self, url: str, dir: Path) -> None:
+    def __init__(self, url: str, dir: Path, *options: str) -> None:
         self.log = dir.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "join", url, "--yes", "--dir", str(dir)],
+                [*COMMAND, "join", url, "--yes", "--dir", str(dir), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -52,10 +54,16 @@ class Joined:
 
 def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
     dir = tmp_path / "node"
-    with Swarm(tmp_path / "run", last_version=5000, settings={"lease_s": 120.0}, deadline_s=300.0) as swarm:
-        swarm.wait_for_version(0, deadline_s=300)
+    swarm = Swarm(tmp_path / "run", last_version=5000, relays=1, workers=1, settings={"lease_s": 120.0})
+    with contextlib.ExitStack() as running:
+        running.push(swarm.start("--set", "coordinator.admission=invite"))
+        swarm.wait_for_version(1)  # the run's own worker needs no invitation
+        swarm.pause("worker-1")
+        assert "--invite CODE" in run("join", swarm.url, "--yes", "--dir", dir, status=2)
+        admin = ["--coordinator", swarm.url, "--key", swarm.folder / "coordinator" / "keys" / "admin.key"]
+        (code,) = re.findall("invitation: (.+)", run("admin", "invite", "--reason", "a test", *admin))
         began_s = time.monotonic()
-        joined = Joined(swarm.url, dir)
+        joined = Joined(swarm.url, dir, "--invite", code)
         try:
             view = wait_for_node(swarm, joined, dir, lambda view: view.accepted > 0)
             print(f"{time.monotonic() - began_s:.0f} s from `shoal join` to the first accepted lease")  # noqa: T201

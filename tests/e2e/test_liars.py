@@ -47,7 +47,7 @@ from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Target, sign_request
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 EXPECTED = {
     "wrong-weights": "reject.wrong_computation",
@@ -245,7 +245,10 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
     def encoded_again(lease: Lease) -> Made:
         columns, version = columns_of(table.rows), table.policy_version
         data = write_parquet(columns, lease_id=table.lease_id, version=version)
-        assert data != stolen and replace(decode(data, LIMITS), made_by=table.made_by) == table
+        assert (
+            data != stolen
+            and replace(decode(data, LIMITS), made_by=table.made_by, replay=table.replay) == table
+        )
         return Made(data, lease.policies[-1].version)
 
     def relabelled(lease: Lease) -> Made:

@@ -8,7 +8,7 @@ from swarm_processes import Swarm
 
 from s3_stores import CREDENTIALS, strict_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
 
 
 def test_a_run_on_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

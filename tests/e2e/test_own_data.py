@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.run.addresses import free_ports
+from shoal.model.builtin import create_model
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RUN_FILE = """[run]
@@ -53,7 +56,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"q": f"{a}+{b}=", "a": (a + b) % 10}) for a, b in pairs]
     (folder / "questions.jsonl").write_text("".join(f"{row}\n" for row in rows))
     (folder / "mine.toml").write_text(RUN_FILE)
-    done = shoal(folder, "run", "mine.toml", "--set", "trainer.learning_rate=1e-3")
+    port = str(free_ports(1)[0])
+    done = shoal(folder, "run", "mine.toml", "--set", "trainer.learning_rate=1e-3", "--port", port)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"an answer of version \d+: '\d\+\d=' -> '.*', expected '\d'", done.stdout), done.stdout
     assert "best version" in done.stdout
@@ -103,3 +107,54 @@ def test_a_sweep_compares_its_runs(finished: Path) -> None:
     ]
     assert all(row["best"] is not None and not row["failure"] for row in rows)
     assert "held-out: first" in done.stdout
+
+
+JUDGED_FILE = """[run]
+name = "judged"
+model = "tiny"
+last_version = 2
+[[task]]
+name = "judge"
+[task.options]
+path = "open.jsonl"
+judge_path = "judge"
+judge_prompt = "Q: {question} A: {answer} Score: "
+score_pattern = "([0-9])"
+judge_tokens = 6
+style = "bare"
+[[task]]
+name = "sort"
+[task.sampling]
+temperature = 0.7
+samples_per_prompt = 4
+[sampling]
+max_new_tokens = 8
+samples_per_prompt = 8
+[trainer]
+row_tokens = 64
+[coordinator]
+groups_per_step = 4
+eval_prompts = 4
+[local]
+relays = 1
+workers = 1
+"""
+
+
+def test_a_judge_and_a_task_with_its_own_temperature_in_one_run(tmp_path: Path) -> None:
+    """Every submission is accepted, trainer and workers agree on log-probs, and an audit gets the judge's scores again."""
+    create_model("tiny", tmp_path / "judge", seed=1)
+    rows = [json.dumps({"question": f"What is {n}?"}) for n in range(10, 99)]
+    (tmp_path / "open.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    (tmp_path / "judged.toml").write_text(JUDGED_FILE)
+    done = shoal(tmp_path, "run", "judged.toml", "--dry-run")
+    assert "sampling of sort" in done.stdout and "temperature 0.7, 4 samples of up to 8 tokens" in done.stdout
+    done = shoal(tmp_path, "run", "judged.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"submissions +\d+ accepted, 0 refused, 0 void", done.stdout), done.stdout
+    lines = (tmp_path / "out" / "judged" / "trainer" / "metrics.jsonl").read_text().splitlines()
+    (first,) = (one for one in map(json.loads, lines) if one["event"] == "step" and one["version"] == 1)
+    assert first["logprob_gap"] < 0.02, "another temperature would differ by more than 0.1"
+    done = shoal(tmp_path, "audit", "out/judged", "--sample", "8", "--json")
+    found = json.loads(done.stdout)
+    assert found["good"] == found["checked"] == 8, done.stdout

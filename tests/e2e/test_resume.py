@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from books import check_books, keep_head, open_books, read_steps
-from swarm_processes import Swarm, shoal
+from swarm_processes import SHOAL, Swarm, shoal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_a_run_that_was_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
-    with Swarm(tmp_path, last_version=8) as swarm:
+    with Swarm(tmp_path, last_version=8, relays=1, workers=1) as swarm:
         swarm.wait_for_version(3)
         head = keep_head(swarm)
         swarm.interrupt()
@@ -21,7 +21,7 @@ def test_a_run_that_was_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
         program, *arguments = shlex.split(said.partition(": ")[2])
         assert (program, arguments) == (
             "shoal",
-            ["run", str(swarm.file), "--dir", str(swarm.folder), "--resume"],
+            [*swarm.command[len(SHOAL) :], "--resume"],
         )
         before, steps = open_books(swarm).events, read_steps(swarm.folder)
         assert steps[-1]["version"] >= 3

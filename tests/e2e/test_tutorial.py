@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from swarm_processes import SHOAL
+
+from shoal.cli.run.addresses import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -28,7 +31,7 @@ def write_tutorial(folder: Path, source: str) -> None:
 
 def run_tutorial(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shoal", "run", "reverse.toml"],
+        [*SHOAL, "run", "reverse.toml", "--port", str(free_ports(1)[0])],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NOWHERE = "http://127.0.0.1:1"
 DEADLINE = 3
