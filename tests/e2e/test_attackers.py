@@ -84,6 +84,18 @@ def give_back(node: Liar, lease: Lease) -> None:
     node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
 
 
+def ask_lease(node: Liar) -> Lease:
+    """Returns a lease. Asks again while the run has no work; raises Refused if the node's account is the reason."""
+    give_up_s = time.monotonic() + 120.0
+    while True:
+        try:
+            return node.ask_lease_once()
+        except Refused as refused:
+            if "without valid work" in refused.problem.detail or time.monotonic() > give_up_s:
+                raise
+        time.sleep(0.2)
+
+
 def trained_leases(swarm: Swarm) -> set[str]:
     """Returns the leases whose groups are in batches."""
     formed = [event for event in swarm.ledger() if event.type == "batch.formed"]
@@ -184,22 +196,22 @@ def test_a_key_cannot_take_leases_and_give_them_back_for_ever(enter: Enter) -> N
     node, taken = enter(), 0
     with pytest.raises(Refused) as refused:
         for _ in range(100):
-            lease = node.ask_lease_once()
+            lease = ask_lease(node)
             taken += 1
             give_back(node, lease)
-    assert refused.value.code == "request.too_early"
+    assert "without valid work" in refused.value.problem.detail
     assert 1 <= taken <= 16
 
 
 def test_neither_a_restart_nor_leaving_buys_another_seed(enter: Enter) -> None:
     node = enter()
-    lease = node.ask_lease_once()
+    lease = ask_lease(node)
     node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
-    assert node.ask_lease_once().lease_id == lease.lease_id
+    assert ask_lease(node).lease_id == lease.lease_id
     node.client.call("POST", "/v1/leave", Leave(epoch=node.epoch), Recorded)
     give_back(node, lease)
     node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
-    again = node.ask_lease_once()
+    again = ask_lease(node)
     assert again.lease_id != lease.lease_id and again.seed == lease.seed
 
 
