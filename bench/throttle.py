@@ -67,12 +67,14 @@ class Link:
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
-        server.close()
+        # Before server.close: asyncio leaks the socket of a connection that it accepted last if the server is closed then.
+        self._loop.remove_reader(server.sockets[0].fileno())
         # A connection that was just accepted registers itself a few iterations later; until then it cannot be cancelled.
         while len(asyncio.all_tasks()) > 1:
             for task in self._tasks:
                 task.cancel()
             await asyncio.sleep(0)
+        server.close()
         await asyncio.sleep(0)  # aborted transports close their sockets, before the loop ends
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

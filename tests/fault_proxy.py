@@ -23,6 +23,9 @@ class FaultProxy:
             self.port = int(self._server.sockets[0].getsockname()[1])
             ready.set()
             self._loop.run_forever()
+            # Before server.close: asyncio leaks the socket of a connection that it accepted last if the server is closed then.
+            self._loop.remove_reader(self._server.sockets[0].fileno())
+            self._loop.run_until_complete(asyncio.sleep(0.01))
             self._server.close()
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()

@@ -1,6 +1,7 @@
 """The file server: HTTP with real clients, hostile bytes, and limits."""
 
 import contextlib
+import gc
 import os
 import socket
 import time
@@ -195,6 +196,19 @@ def test_a_request_with_a_body_is_the_last_of_its_connection() -> None:
 
 
 # -- limits -----------------------------------------------------------------------------------------------
+
+
+def test_connections_that_arrive_while_it_closes_are_closed_too(start: Any) -> None:
+    """Sockets that stay open are found by the garbage collector, whose warnings are errors here."""
+    for _ in range(30):
+        _, server = start()
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(socket.create_connection, ("127.0.0.1", server.port)) for _ in range(4)]
+            server.close()
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.result().close()
+    gc.collect()
 
 
 def test_slow_and_idle_connections_are_closed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

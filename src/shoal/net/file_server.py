@@ -37,6 +37,7 @@ PIECE_BYTES = 4 << 20
 LIMITED_PIECE_BYTES = 64 << 10
 """Piece size under a rate limit: small, so that connections of one address take turns."""
 DRAIN_S = 3.0
+DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +216,26 @@ class FileServer:
         )
         self._started.set()
         await self._closing.wait()
+        # Before server.close: asyncio leaks the socket of a connection that it accepted last if the server is closed then.
+        self._loop.remove_reader(self._sock)
+        await self._drain()
         server.close()
-        for writer in self._idle:
-            writer.transport.abort()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=DRAIN_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Ends every connection: idle ones at once, the others after DRAIN_S.
+
+        All tasks of the loop count, not only those in `_tasks`: a connection that was accepted last is not among them yet, and
+        would keep its socket open when the loop ends.
+        """
+        give_up_s = time.monotonic() + DRAIN_S
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for writer in self._idle:
+                writer.transport.abort()
+            if time.monotonic() > give_up_s:
+                for task in self._tasks:
+                    task.cancel()
+            await asyncio.wait(others, timeout=DRAIN_POLL_S)
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next iteration
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         usage = self._usages.connect(_peer_address(writer), time.monotonic())

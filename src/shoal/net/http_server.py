@@ -171,6 +171,10 @@ class _DrainingServer(uvicorn.Server):
     """uvicorn's server, which also ends the connections that are still open after the time to drain."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Stops accepting before uvicorn closes the server: asyncio leaks the socket of a connection that it accepted last.
+        for sock in sockets or ():
+            asyncio.get_running_loop().remove_reader(sock)
+        await asyncio.sleep(0.01)
         await super().shutdown(sockets)
         # uvicorn leaves those whose client does not read, and those that were accepted while it shut down.
         for connection in list(self.server_state.connections):
