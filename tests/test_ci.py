@@ -22,7 +22,7 @@ LISTED = re.findall(
 
 def targets_in(commands: str) -> set[str]:
     """Returns the targets that a shell script makes, without those that only install an environment."""
-    called = re.findall(r"^(?:step |timeout \d+ )*make (.+)$", commands, re.MULTILINE)
+    called = re.findall(r"^(?:step |tests |timeout \d+ )*make (.+)$", commands, re.MULTILINE)
     words = {word for line in called for word in re.split(r"[>&|;]", line)[0].split()}
     return {word for word in words if re.fullmatch(r"[a-z][\w-]*", word)} - {"env"}
 
