@@ -237,13 +237,34 @@ def test_a_chunk_is_leased_to_a_second_node_and_the_first_accepted_counts(evalua
     assert [(view.rollouts, view.reward_mean) for view in evaluated.stats().evaluations] == [(6, 1.0)]
 
 
-def test_a_node_that_gave_held_out_work_back_gets_none_of_that_version(evaluated: SmallSwarm) -> None:
+def test_a_node_that_gave_held_out_work_back_waits_for_others(evaluated: SmallSwarm) -> None:
     evaluated.start()
     node = evaluated.proven_node()
     give_back(node, node.lease())
     assert node.lease().purpose == "train"
     other = evaluated.proven_node()
     assert other.lease().chunk == 0
+
+
+def test_an_evaluation_that_every_node_let_go_is_finished(tmp_path: Path) -> None:
+    """On a bad network, every node of a small run may lose the answer with its lease."""
+    evaluated = SmallSwarm(tmp_path / "run", EVALUATED.model_copy(update={"lease_s": 20.0}))
+    for version in range(5):
+        evaluated.announce(version)
+    evaluated.relay_up()
+    node = evaluated.proven_node()
+    seeds: dict[tuple[int, int], str] = {}
+    for times in (1, 2):
+        for _ in range(3):  # versions 0, 2 and 4
+            lease = node.lease()
+            key = (lease.policies[0].version, lease.chunk)
+            assert (lease.purpose, seeds.setdefault(key, lease.seed)) == ("eval", lease.seed)
+            give_back(node, lease)
+        assert "held-out evaluation is not finished" in refusal(node.lease).problem.detail
+        evaluated.clock.ahead_s += evaluated.config.lease_s * (1 + times) + 1
+        evaluated.relay_up()
+    assert len(seeds) == 3 and node.lease().seed in seeds.values()
+    evaluated.close()
 
 
 def test_a_node_gets_the_same_seed_again_after_a_void_verdict(evaluated: SmallSwarm) -> None:

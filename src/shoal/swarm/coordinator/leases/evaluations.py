@@ -37,13 +37,11 @@ _HOLDERS = Statement(
     )
 )
 _LET_GO = Statement(
-    select(leases.c.lease_id)
-    .where(
+    select(func.count().label("times"), func.max(leases.c.deadline_s).label("deadline_s")).where(
         leases.c.eval_version == given("number"),
         leases.c.node == given("name"),
         leases.c.code.in_(("void.abandoned", "void.expired")),
     )
-    .limit(1)
 )
 _VOIDED = Statement(
     select(leases.c.unit)
@@ -102,7 +100,7 @@ def next_chunk(
         return None
     for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
         version, task = evaluation.version, evaluation.task
-        if _LET_GO.row(db, number=version, name=asker.node) is not None:
+        if _must_wait(db, asker, version):
             continue
         holders, accepted = _holders(db, asker, version, task), _accepted_chunks(db, version, task)
         free = [
@@ -131,6 +129,17 @@ def _holders(db: Connection, asker: EvalAsker, version: int, task: str) -> dict[
         if row.accepted > 0 or not asker.proven or row.node == asker.node:
             holders[row.chunk].append((row.node, row.issued_at_s))
     return holders
+
+
+def _must_wait(db: Connection, asker: EvalAsker, version: int) -> bool:
+    """Returns whether the node gave chunks of this version back or let them expire, and others are to be asked first.
+
+    It waits until the deadline of the last one, and `lease_s` more for each. For ever would be too long: an evaluation that every
+    node has let go once, for example because answers were lost on the way, would never be complete.
+    """
+    lost = _LET_GO.row(db, number=version, name=asker.node)
+    assert lost is not None, "a count is one row"
+    return bool(lost.times) and asker.now_s < lost.deadline_s + lost.times * asker.lease_s
 
 
 def _is_taken(holders: list[tuple[str, float]], asker: EvalAsker) -> bool:
