@@ -9,16 +9,16 @@ from pathlib import Path
 import httpx2
 import pytest
 from fastapi import FastAPI, Response
-from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_port, small_run
+from small_run import CONFIG, SPEC, WAIT_S, RunningWorker, SmallRun, eventually, free_port, small_run
 
 from shoal.cli.main import main
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
-from shoal.rollout.worker.session import WorkerExit
+from shoal.rollout.worker.session import CoordinatorSession, WorkerExit, join
 from shoal.rollout.worker.worker import WorkerConfig, run_worker, start_worker
-from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
+from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
@@ -313,6 +313,31 @@ def test_a_lease_is_given_back_with_the_reason_if_no_version_can_be_fetched(tmp_
         (void,) = run.events("lease.void")
         assert void.body["code"] == "void.abandoned"
         assert "no policy version can be fetched: version 0" in void.body["detail"]
+
+
+class LosesFirstManifest(httpx2.HTTPTransport):
+    """A network that loses the first answer to a request for a manifest."""
+
+    lost = 0
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = super().handle_request(request)
+        if not self.lost and request.url.path.startswith("/v1/policies/"):
+            self.lost += 1
+            response.close()
+            raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
+        return response
+
+
+def test_a_lost_answer_does_not_lose_a_version(ready: SmallRun, tmp_path: Path) -> None:
+    network, folder = LosesFirstManifest(), WorkerFolder(tmp_path / "node")
+    client = SignedClient(ready.url, folder.key, log=LOG, transport=network)
+    session = CoordinatorSession(
+        client, join(client, folder, deadline_s=WAIT_S, log=LOG), deadline_s=WAIT_S, log=LOG
+    )
+    assert session.ask_manifest(0, deadline_s=WAIT_S).body.version == 0
+    assert network.lost == 1
+    client.close()
 
 
 # -- its folder ---------------------------------------------------------------------------------------------

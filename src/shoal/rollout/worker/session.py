@@ -244,12 +244,16 @@ class CoordinatorSession:
         self.joined.clock.update(info.server_time_s)
         return info.newest_version
 
-    def ask_manifest(self, version: int) -> Sealed[Manifest]:
-        """Returns a version's manifest; raises Rejected unless the run key signed it for this run and version.
-
-        Makes one attempt.
-        """
-        sealed = self._client.call("GET", f"/v1/policies/{version}", None, Sealed[Manifest])
+    def ask_manifest(self, version: int, *, deadline_s: float) -> Sealed[Manifest]:
+        """Returns a version's manifest; raises Rejected unless the run key signed it for this run and version."""
+        sealed = self._client.call_until(
+            f"the manifest of version {version}",
+            "GET",
+            f"/v1/policies/{version}",
+            None,
+            Sealed[Manifest],
+            deadline_s=deadline_s,
+        )
         manifest = sealed.open(self.joined.info.run_key)
         if (manifest.run, manifest.version) != (self.joined.info.spec.run, version):
             raise Rejected(

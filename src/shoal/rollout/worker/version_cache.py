@@ -31,6 +31,8 @@ FETCH_SHARE = 0.5
 """Share of a lease's remaining time that one version may take. The rest is for an older version and for the work."""
 FETCH_AHEAD_S = 600.0
 """Time without progress after which the fetch of a version that no lease has named yet is given up."""
+MANIFEST_S = 10.0
+"""Time for the coordinator to answer with a manifest. A lease must not be lost because one answer was."""
 POLL_S = 0.1
 ASKS_PER_HEARTBEAT = 3
 """How often the newest version is asked for: the coordinator chooses its heartbeat interval by what it can answer."""
@@ -247,7 +249,7 @@ class VersionCache:
         end_s = time.monotonic() + deadline_s
         try:
             self.note_published([])  # ends this fetch at once if the relays have dropped the version already
-            manifest = self._session.ask_manifest(version)
+            manifest = self._session.ask_manifest(version, deadline_s=min(MANIFEST_S, deadline_s))
             found = manifest.body.weights_digest
             if digest is not None and found != digest:
                 raise Rejected(
