@@ -54,7 +54,7 @@ class CoordinatorConfig(Record):
     stale: Literal["drop", "wait"] = "wait"
     """`wait`: lease only work that will not be stale when it is used. `drop`: keep nodes busy, and drop groups that become stale."""
     leases_per_epoch: int = Field(default=64, ge=1)
-    """Leases that one secret seeds. The secret is revealed when the last of them has ended."""
+    """Number of leases whose seeds come from one secret. The secret is revealed when the last of them has ended."""
     eval_every: int = Field(default=10, ge=1)
     """Versions between held-out evaluations. Version 0 and the last version are always evaluated. This and the next two keys are
     for runs without [[eval]]."""

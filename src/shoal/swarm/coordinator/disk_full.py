@@ -1,6 +1,6 @@
 """A full disk: requests are refused with a reason, the log says so now and then, and work continues when there is space again.
 
-Nothing is lost: a change that cannot be written is not answered. So the coordinator waits instead of ending.
+Nothing is lost, because a change is acknowledged only after it is written. So the coordinator waits instead of ending.
 """
 
 import secrets

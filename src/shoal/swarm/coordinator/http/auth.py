@@ -1,7 +1,7 @@
 """Authorisation of signed requests: the role of the key, and the nonce that lets each request count once.
 
 The order matters. The router caps the body before it computes anything on it, and checks the signature before the database is
-asked. Here an unknown key leaves no trace. The nonce is spent in the transaction of the effect, even if the effect is refused,
+asked. A request of an unknown key writes nothing. The nonce is spent in the transaction of the effect, even if the effect is refused,
 so that a captured request can never be used again.
 """
 

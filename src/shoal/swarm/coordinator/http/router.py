@@ -48,11 +48,11 @@ Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
 
 
 MOST_SESSIONS, SESSIONS_PER_S = 60.0, 1 / 30
-"""Sessions that one key may begin or end at once, and then a second."""
+"""Sessions that one key may begin or end at once, and after that per second."""
 MOST_ENROLMENTS, ENROLMENTS_PER_S = 256.0, 1.0
-"""Enrolments of one network at once, and then a second."""
+"""Enrolments that one network may send at once, and after that per second."""
 PROXIED_SHARE = 8
-"""Times as many enrolments for all nodes together whose network a reverse proxy hides."""
+"""Factor on the limit of enrolments for nodes whose network a reverse proxy hides: they all share one limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ class Router:
 
 
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:
-    """Logs an internal error and returns the answer to it, which does not say more than that there was one."""
+    """Logs an internal error and returns an answer without its details."""
     first_line = str(error).partition("\n")[0]
     if isinstance(error, TaskError):  # the operator's own code: the log needs its traceback
         coordinator.log.error(first_line)

@@ -155,7 +155,7 @@ def update_pass_rates(tx: Transaction, coordinator: Coordinator, lease: Row[Any]
 
 
 def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
-    """Marks ready and held groups as stale that are too old now that version `newest` is published."""
+    """Marks the ready and held groups as stale that are too old once version `newest` is published."""
     too_old = (groups.c.state.in_(WAITING), groups.c.policy_version < newest - max_lag)
     ids = list(
         tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
@@ -177,8 +177,11 @@ def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
 def release_held(
     tx: Transaction, coordinator: Coordinator, node: Row[Any], because: str, before_seq: int
 ) -> None:
-    """Makes the held groups of a node ready that may be used and whose submissions came before receipt `before_seq`, that of the
-    lease `because`. A node that has not passed enough checks in a row has none; checked groups without signal do not count."""
+    """Makes held groups of a node ready after its lease `because` passed every check.
+
+    Only groups that may be used, and whose submissions came before receipt `before_seq`, that of the lease. A node must have
+    passed enough checks in a row before any of its groups is released; checked groups without signal do not count.
+    """
     share = coordinator.config.max_unchecked_share
     needed = checks_before_release(coordinator.config.check_rate, share)
     if node.streak * signal_share(tx.db) < needed:
@@ -237,7 +240,7 @@ def is_formed(db: Connection, version: int) -> bool:
 
 
 def count_ready(db: Connection, oldest: int, max_unchecked_share: float) -> int:
-    """Returns how many ready groups by version `oldest` or newer batches can use: not more unchecked ones than their share."""
+    """Returns how many ready groups of version `oldest` or newer fit into batches, the unchecked ones only up to their share."""
     found = _COUNT_READY.row(db, oldest=oldest)
     assert found is not None, "a count is one row"
     return usable_groups(int(found.total - found.unchecked), int(found.unchecked), max_unchecked_share)

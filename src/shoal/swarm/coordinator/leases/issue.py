@@ -46,7 +46,7 @@ PROVEN_LAPSES = 2
 """A node whose last leases, this many in a row, all expired does not count as proven."""
 
 OVERDUE_TIMES = 3.0
-"""A lease of a proven node counts as expected work until this many times its usual time for as many rows has passed."""
+"""A lease of a proven node counts as expected work for this many times the time that the node usually takes for as many rows."""
 OVERDUE_SHARE = 0.05
 """Added to that: this share of the time until the deadline, for downloads and uploads."""
 
@@ -61,8 +61,8 @@ _OVERDUE = (nodes.c.rows_per_s > 0) & (
     + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
     + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
 )
-# Of unreliable nodes also after the submission: junk of new keys costs nothing and would otherwise keep out the nodes that do the
-# work until a validator has rejected it.
+# Leases of unreliable nodes stay here after their submission: junk of new keys costs nothing, and would otherwise keep out the
+# nodes that do the work until a validator has rejected it.
 _HOPED = not_(IS_RELIABLE) | (
     leases.c.state.in_(AWAITED)
     & ((nodes.c.lapses >= PROVEN_LAPSES) | _OVERDUE | (nodes.c.accepted < given("record")))

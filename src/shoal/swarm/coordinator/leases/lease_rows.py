@@ -103,8 +103,9 @@ def expected_upload(upload: Row[Any]) -> ExpectedUpload:
 def remove_bytes(tx: Transaction, coordinator: Coordinator, upload: Declared) -> None:
     """Deletes an upload after the commit, unless a lease that is not void has the same bytes.
 
-    Without this a node that only uploads, or whose submissions are never accepted, could fill the disk. An upload that was
-    declared but has not arrived keeps no bytes: its node sends them. Nor does one that lifecycle.py has deleted.
+    Without this a node that only uploads, or whose submissions are never accepted, could fill the disk. Two kinds of
+    uploads of the same bytes do not count: one that has not arrived yet, whose node will send the bytes, and one that
+    lifecycle.py has deleted.
     """
     used = (
         select(uploads.c.lease_id)

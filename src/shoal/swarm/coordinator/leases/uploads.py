@@ -40,7 +40,7 @@ _BY_TOKEN = Statement(
     .join(leases, leases.c.lease_id == uploads.c.lease_id)
     .where(uploads.c.token == given("name"))
 )
-# Of submitted files. lifecycle.py sets `stored_at_s` to NULL when it deletes a rejected one.
+# Submitted files that must not be deleted. lifecycle.py sets `stored_at_s` to NULL when it deletes a rejected one.
 _KEPT = (leases.c.state != LeaseState.VOID.value) & uploads.c.stored_at_s.is_not(None)
 
 

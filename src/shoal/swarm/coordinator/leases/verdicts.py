@@ -61,7 +61,7 @@ _WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state, _COPY_OF).joi
 MAX_LAPSED_CLAIMS = 2
 """Claims of one submission that may run out before it is void."""
 UNRELIABLE_CLAIMS = 4
-"""One of so many claims is for a node that is not reliable, while submissions of reliable nodes wait too."""
+"""One claim in this many is of a node that is not reliable, even while submissions of reliable nodes wait."""
 _RANK = case((IS_RELIABLE, given("reliable_rank")), else_=1)
 # Submissions whose claim ran out come last, so that they delay nothing else. Held-out work comes before other work, because the
 # end of the run waits for it. Nodes with accepted work come before others: junk of new keys costs nothing, and would otherwise
@@ -399,7 +399,7 @@ def _weights_share(coordinator: Coordinator, verdict: Verdict) -> float | None:
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
-    """Applies a rejection: revokes credit given on trust, takes of the stake, lowers the trust, voids what a banned node has open."""
+    """Applies a rejection: revokes unchecked credit, takes the stake of a lease, lowers the trust, voids leases of a banned node."""
     before = get_node(tx.db, lease.node)
     revoke_unchecked(tx, coordinator, before, because=lease.lease_id)
     batches.withdraw_held(tx, lease.node, lease.lease_id)

@@ -118,7 +118,7 @@ def node_account(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> L
 
 
 def limit_open(account: LeaseAccount, usual: int) -> int:
-    """Returns how many leases a node may hold that may hold `usual` by its trust."""
+    """Returns how many leases a node may hold; `usual` is the number that its trust allows."""
     return most_open(account, NODE, usual)
 
 

@@ -1,4 +1,6 @@
-"""Credit: verified output tokens times the model's factor, and times the share of rounded weights. It is held for a day, then final. Pure functions.
+"""Credit: verified output tokens times the model's factor; for rounded weights also times their share of credit.
+
+Credit is held for a day, then final. Pure functions.
 
 While credit is held, credit that was given without every check is revoked if the node is caught. So a false submission that
 the draw did not choose gains nothing for a day, and being caught costs everything that was earned unchecked that day.

@@ -1,6 +1,6 @@
 """Accounts of lost leases: what a node, an owner and a network delivered limits what they may let go.
 
-A lease is lost if it ends without valid work, whatever the way: given back, expired, stale at receipt, suspicious, unreadable,
+A lease is lost if it ends without valid work: given back, expired, stale at receipt, suspicious, unreadable,
 refused. An account has the number of lost leases that are not made up for. Accepted work lowers it, and it halves with every half-life.
 It decides two things:
 
@@ -59,7 +59,7 @@ class LeaseAccount:
 
 
 def weight_of(code: str) -> float:
-    """Returns the losses that a lease counts as which ended with `code`; 0 for accepted work and for actions of the operator."""
+    """Returns how many losses a lease that ended with `code` counts as; 0 for accepted work and for actions of the operator."""
     return 1.0 if code.startswith("reject.") else WEIGHTS.get(code, 0.0)
 
 

@@ -4,7 +4,7 @@ The ledger is the record; the other tables are sums over it, kept for speed. Tim
 clock. Keys, digests and ids are lower-case hex.
 """
 
-from sqlalchemy import BigInteger as Integer  # PostgreSQL's INTEGER ends at 2**31, which bytes pass
+from sqlalchemy import BigInteger as Integer  # INTEGER of PostgreSQL is too small for bytes
 from sqlalchemy import (
     Column,
     Connection,
@@ -37,7 +37,7 @@ run = Table(
     Column("run_key", String, nullable=False),
     Column("schema_version", Integer, nullable=False),
     Column("spec", Text, nullable=False),
-    # What of the configuration the ledger's sums depend on.
+    # The settings that the ledger's sums depend on.
     Column("terms", Text, nullable=False),
     # 1 while the operator has paused it: no leases are issued.
     Column("paused", Integer, nullable=False),
@@ -84,7 +84,7 @@ nodes = Table(
     Column("outdated_at_s", Float),
     Column("session_epoch", Integer, nullable=False),
     Column("last_seen_s", Float),
-    # 0 from the tick that finds it offline until its next sign of life.
+    # 0 from the round of housekeeping that finds it offline until its next request.
     Column("live", Integer, nullable=False),
     # Rows per second as measured (rules/node_status.py); 0 before the first measurement.
     Column("rows_per_s", Float, nullable=False),
@@ -333,7 +333,7 @@ batches = Table(
     metadata,
     Column("version", Integer, primary_key=True, autoincrement=False),
     Column("num_groups", Integer, nullable=False),
-    # The answer itself, so that it is the same for ever.
+    # The body of the answer, so that every later request gets the same bytes.
     Column("body", Text, nullable=False),
     Column("formed_at_s", Float, nullable=False),
     Column("seq", Integer, nullable=False),
