@@ -69,7 +69,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH = 0.999
 FORGED = "forged-proof"
 READ = "read"
-"""A lie that reading the file shows, whatever the scheme."""
+"""A lie that is found by reading the file, without any scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,9 +376,9 @@ def sent_states(row: CheckedRow, width: int) -> torch.Tensor:
 # -- detection ----------------------------------------------------------------------------------------------
 
 
-def redraw(scheme: Scheme, table: Table, num_prompts: int, count: int, seed: int = 0) -> Floats:
+def redraw(scheme: Scheme, table: Table, num_prompts: int, count: int) -> Floats:
     """Returns the scores of `count` submissions of prompts that are drawn with replacement."""
-    rng, scores = np.random.default_rng(seed), []
+    rng, scores = np.random.default_rng(0), []
     columns = table.sums_PA.shape[1] + table.largest_PB.shape[1]
     at_once = max(1, CELLS_AT_ONCE // (columns * num_prompts))
     for start in range(0, count, at_once):

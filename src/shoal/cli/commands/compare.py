@@ -95,7 +95,7 @@ class Figure:
 
 
 def late_mean(name: str, digits: int = 3) -> "Callable[[Snapshot], str]":
-    """Returns what gives the mean of a column over the last steps."""
+    """Returns a function that formats the mean of a column over the last steps."""
 
     def text(run: "Snapshot") -> str:
         values = getattr(run.curve, name)
@@ -108,7 +108,7 @@ def late_mean(name: str, digits: int = 3) -> "Callable[[Snapshot], str]":
 
 
 def mean_of(name: str, digits: int = 2) -> "Callable[[Snapshot], str]":
-    """Returns what gives the mean of a column over all steps."""
+    """Returns a function that formats the mean of a column over all steps."""
 
     def text(run: "Snapshot") -> str:
         values = getattr(run.curve, name)
@@ -118,7 +118,7 @@ def mean_of(name: str, digits: int = 2) -> "Callable[[Snapshot], str]":
 
 
 def held_out(choose: "Callable[[Sequence[Evaluation]], Evaluation]") -> "Callable[[Snapshot], str]":
-    """Returns what gives a held-out reward and its version, of each evaluation if there are several."""
+    """Returns a function that formats a held-out reward and its version, for each evaluation if there are several."""
 
     def text(run: "Snapshot") -> str:
         kinds: dict[str, list[Evaluation]] = {}

@@ -7,7 +7,7 @@ OUT.progress.jsonl   a line for each finished problem: the same command continue
 OUT.report.json      the settings, the histogram, the counts
 
 Over a swarm: --run-file writes the run file of a run that does not train. It evaluates the model on every problem once (tasks/each_once.py), with
-all checks of any run. --coordinator reads the rewards of that run from its ledger. What is done is kept by the coordinator.
+all checks of any run. --coordinator reads the rewards of that run from its ledger. The coordinator stores the progress.
 """
 
 import argparse

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _ANY = ("0.0.0.0", "::")
-"""Addresses to listen on, at which nobody can be reached."""
+"""Addresses that a process can listen on but that nobody can connect to."""
 
 
 def add_diloco(commands: Commands) -> None:

@@ -44,7 +44,7 @@ JOINED = "node.json"
 TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
 VIEW_TIMEOUT_S = 2.0
-"""Timeout of the view's requests. Short, because the view stands still meanwhile."""
+"""Timeout of the view's requests. Short, because the view is not redrawn while it waits."""
 
 
 # -- join ---------------------------------------------------------------------------------------------------

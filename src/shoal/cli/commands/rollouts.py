@@ -35,7 +35,7 @@ TOKEN_STYLES = (
     (0.05, "on dark_orange3"),
     (0.0, "on red3"),
 )
-"""Background of a token by the lowest probability that has it."""
+"""Background colours of tokens, each with the lowest probability that it is used for."""
 
 
 def add_rollouts(commands: Commands) -> None:
@@ -110,7 +110,7 @@ def explain_no_match(read: Read, query: "RolloutQuery") -> str:
 
 @contextmanager
 def open_reader(run: str, database: str = "") -> Iterator[Read]:
-    """Yields what reads a page of groups from a run's folder or from its coordinator."""
+    """Yields a function that reads a page of groups from a run's folder or from its coordinator."""
     from shoal.cli.public_api import PublicApi
     from shoal.swarm.coordinator.leases.transcripts import read_rollouts
 

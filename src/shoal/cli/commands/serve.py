@@ -101,7 +101,7 @@ class EngineThread:
         """Returns the finished rows, in order, once all of them have ended. A row that cannot run gives ValueError."""
         waiting = _Waiting(rows)
         self._queue.put(waiting)
-        if self._thread.done:  # nobody takes it from the queue any more
+        if self._thread.done:  # the thread no longer reads the queue
             with contextlib.suppress(InvalidStateError):
                 waiting.done.set_exception(ServeError("the engine has stopped; the server's log says why"))
         return waiting.done

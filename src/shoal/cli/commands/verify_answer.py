@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 MAX_RESPONSE_BYTES = 256 << 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
-"""Temperatures of an answer. Scores divided by a much smaller one are not finite, so that nothing can be drawn or compared."""
+"""Temperatures of an answer. Logits divided by a much smaller one are not finite, so that no token could be drawn."""
 
 
 class Turn(Record):

@@ -17,8 +17,8 @@ FEW_LOGITS = 1 << 24
 """Number of logits that a CPU keeps for the backward pass (model.logprobs.FEW_LOGITS)."""
 LINK_BITS_PER_S = 590e6
 """Bandwidth from relays to a worker that the INTELLECT-2 report measured."""
-DELTA_SHARE = 20
-"""A delta has about this part of the weights' bytes."""
+WEIGHTS_PER_DELTA = 20
+"""The weights have about this many times the bytes of a delta."""
 H100_FLOPS = 989e12
 MFU = 0.4
 
@@ -176,7 +176,7 @@ def disk_bytes(shape: Shape, file: RunFile) -> dict[str, float]:
         whole, deltas = 2 * weights, 2.0 * run.keep_versions * adapted
     else:
         whole = (2 + run.keep_versions // shardcast.snapshot_every) * weights
-        deltas = (run.keep_versions + shardcast.snapshot_every) * weights / DELTA_SHARE
+        deltas = (run.keep_versions + shardcast.snapshot_every) * weights / WEIGHTS_PER_DELTA
     kept = 4 * weights / 2 if trainer.kl else 0
     # A node keeps the versions that a lease may name, one more, and the one that it is building.
     node = (run.max_lag + 4) * weights

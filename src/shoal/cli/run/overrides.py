@@ -107,7 +107,7 @@ def _text(value: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Returns a TOML value; text that is none is taken as it stands."""
+    """Returns the value of a TOML literal; text that is not valid TOML is returned as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

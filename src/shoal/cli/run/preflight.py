@@ -93,7 +93,7 @@ def check_model(file: RunFile, path: Path) -> Path | None:
         return None
     folder = hub_folder(model) if is_hub_name(model) else Path(model)
     if not folder.is_dir():
-        raise ValueError(f"{path}: run.model = {model!r} {explain_missing_model(model)}")
+        raise ValueError(f"{path}: run.model = {model!r} {explain_missing_model()}")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{path}: {explain_missing_weights(folder)}")
     try:
@@ -134,7 +134,7 @@ def _try_family(folder: Path, path: Path) -> None:
             raise ValueError(f"{path}: no role can run {folder}: {reason}; choose another model") from None
 
 
-def explain_missing_model(model: str) -> str:
+def explain_missing_model() -> str:
     """Returns why a model's name cannot be used, and what to do."""
     from shoal.model.builtin import BUILTIN
 

@@ -197,7 +197,7 @@ class RunFile(Record):
 
     @property
     def lacks_calibration(self) -> bool:
-        """Whether the run computes in bfloat16 and neither has a calibration nor does without one on purpose."""
+        """Whether the run computes in bfloat16, has no calibration, and its file does not say that it needs none."""
         run = self.run
         return run.compute_dtype == "bfloat16" and run.calibration is None and not run.uncalibrated
 
@@ -303,7 +303,7 @@ def _find_files(path: Path, table: dict[str, Any]) -> None:
 
 
 def _tables(value: object) -> list[dict[str, Any]]:
-    """Returns the tables of a list, and nothing of what is no list of tables: validation names that."""
+    """Returns the tables of a list; an empty list for any other value, which validation reports later."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 

@@ -48,7 +48,7 @@ def judge_run(file: RunFile, stats: Stats, workers: Mapping[str, LocalWorker]) -
             return RunVerdict.LIAR_NOT_EJECTED
         if node.node not in liars and node.trust == "banned":
             return RunVerdict.HONEST_EJECTED
-    if len(liars) < len(file.local.lies):  # one never made its key, so it was never caught
+    if len(liars) < len(file.local.lies):  # a liar that never made its key was never ejected
         return RunVerdict.LIAR_NOT_EJECTED
     ends, expected = held_out(stats), file.local.expect_gain
     gains = [last.reward_mean - first.reward_mean for first, last in ends.values()]

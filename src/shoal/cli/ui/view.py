@@ -18,6 +18,7 @@ from shoal.wire.messages import NodeView, Stats
 LINE_EVERY_S, QUIET_LINE_S = 3.0, 60.0
 """Least and most seconds between two lines. The time doubles while no new version appears."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 40
 BAR_WIDTH = 20
 
 
@@ -162,9 +163,9 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Returns the values as a row of at most `width` blocks, scaled from the lowest to the highest value."""
-    size = -(-len(values) // width) or 1
+def sparkline(values: Sequence[float]) -> str:
+    """Returns the values as a row of at most SPARKLINE_WIDTH blocks, scaled from the lowest to the highest value."""
+    size = -(-len(values) // SPARKLINE_WIDTH) or 1
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
