@@ -240,11 +240,15 @@ class EdgeEngine(PlainEngine):
         return tokens_B, logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
 
 
+ADAPTED_ROWS = 256
+"""Rows at once of the engine of a lie."""
+
+
 class Adapted(Behaviour):
     """Uses a PlainEngine in the place of the worker's engine. `make` gets the settings of PlainEngine."""
 
-    def __init__(self, make: Callable[..., PlainEngine], *, max_rows: int = 256, device: str = "cpu") -> None:
-        self._make, self._max_rows, self._device = make, max_rows, device
+    def __init__(self, make: Callable[..., PlainEngine], *, device: str = "cpu") -> None:
+        self._make, self._device = make, device
         self._dtype: ComputeDtype = "float32"
         self.proof = ProofSpec()
 
@@ -254,7 +258,7 @@ class Adapted(Behaviour):
 
     def engine(self, engine: Engine) -> Engine:
         return self._make(
-            compute_dtype=self._dtype, proof=self.proof, max_rows=self._max_rows, device=self._device
+            compute_dtype=self._dtype, proof=self.proof, max_rows=ADAPTED_ROWS, device=self._device
         )
 
 

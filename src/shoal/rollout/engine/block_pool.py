@@ -118,5 +118,5 @@ class PromptPlaces:
         return self._place[prompt]
 
     def release(self, prompt: Prompt) -> None:
-        """Counts one running row of the prompt less."""
+        """Subtracts one running row of the prompt."""
         self._num_rows[prompt] -= 1

@@ -1,7 +1,8 @@
 """Drafts by a small model: it draws with the uniforms of the rows that it drafts for, so it often draws the same token.
 
-Each row has a slot in a step of its own. It starts there with its prompt and everything drawn so far as the prompt. After a
-verification it goes back to what was accepted; keys and values behind that are overwritten.
+The small model has a decode step of its own, in which each row has a slot. A row starts there with its prompt and everything
+drawn so far as the prompt. After a verification it returns to the last accepted token; keys and values of later positions are
+overwritten.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 PROBED_TOKENS = range(256)
-"""Tokens that two tokenizers must decode alike to count as the same."""
+"""Tokens that two tokenizers must decode to the same text to count as equal."""
 
 
 def check_same_tokenizer(small: Tokenizer, large: Tokenizer, source: str) -> None:
@@ -41,8 +42,8 @@ def check_same_tokenizer(small: Tokenizer, large: Tokenizer, source: str) -> Non
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A row that the draft model has in a slot."""
+class _SlotRow:
+    """A row that has a slot of the draft model."""
 
     first: int
     """Tokens that were drawn when it started; all but the newest are in its prompt."""
@@ -69,11 +70,11 @@ class DraftModel:
         self._scheduler = Scheduler(max_rows)
         self._size: CacheSize | None = None
         self._step: Step | None = None
-        self._rows: dict[int, _Followed] = {}
+        self._rows: dict[int, _SlotRow] = {}
         """By number of the row, which is the `prompt_index` of its request in this scheduler."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Returns a draft for each row, and forgets the rows that are not asked for."""
+        """Returns a draft for each row, and removes all rows that are not among these."""
         fitting = [row for row in rows if self._fits(row)]
         asked = {row.number: row for row in fitting}
         self._remove(
@@ -84,7 +85,7 @@ class DraftModel:
         return [drafts.get(row.number, []) for row in rows]
 
     def _fits(self, row: DraftRow) -> bool:
-        """Returns whether a draft is wanted and the row, with drafts behind its cap, is within the small model's context."""
+        """Returns whether a draft is wanted and fits: the small model's context must hold the longest answer and one more draft."""
         longest = len(row.prompt) + row.request.max_new_tokens + DRAFT_TOKENS + 1
         return (
             row.num > 0 and longest <= self._shape.max_positions and max(row.prompt) < self._shape.vocab_size
@@ -105,7 +106,7 @@ class DraftModel:
             self._step.slots.move(moves)
 
     def _start(self, rows: Sequence[DraftRow]) -> None:
-        """Computes what the rows have so far."""
+        """Computes the prompts and drawn tokens of rows that are new here."""
         if not rows:
             return
         requests = [
@@ -130,7 +131,7 @@ class DraftModel:
         assert given is not None and not scheduler.waiting, "the draft's cache is too small for its rows"
         step.slots.give_blocks(given)
         for request in requests:
-            self._rows[request.prompt_index] = _Followed(
+            self._rows[request.prompt_index] = _SlotRow(
                 firsts[request.prompt_index], len(request.prompt_tokens)
             )
 
@@ -150,7 +151,7 @@ class DraftModel:
         )
 
     def _step_for(self, size: CacheSize) -> "Step":
-        """Returns a step whose slots are large enough. A new one has no rows, so rows that are known start again later."""
+        """Returns a step whose slots are large enough. A new step has no rows: those of the old one start again later."""
         size = size if self._size is None else size.union(self._size)
         if self._step is None or size != self._size:
             self._remove(list(self._rows))

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from shoal.rollout.engine.api import GenerationRequest
 
 DRAFT_ROWS = 8
-"""Drafts are used while at most this many rows run. With more, the device has enough to do without."""
+"""Drafts are used while at most this many rows run. With more rows, the device is busy without drafts."""
 CPU_DRAFT_ROWS = 1
-"""The same on a CPU: lookup halved the speed of 8 rows of a 0.5B model there."""
+"""The limit on a CPU: with 8 rows of a 0.5B model, lookup halved the speed there."""
 DRAFT_TOKENS = 7
 """Longest draft."""
 
@@ -65,17 +65,17 @@ class DraftSource(Protocol):
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What drafts were worth."""
+    """Counts of verified drafts."""
 
     steps: int = 0
     """Verifications of a row."""
     proposed: int = 0
     accepted: int = 0
-    """Tokens of drafts that were right. Each step draws one more token."""
+    """Draft tokens that were right. Each verification draws one token more than it accepts."""
 
 
 class Drafting:
-    """Asks for drafts and learns how long they should be: a little longer than what was right the last time."""
+    """Asks for drafts and adapts their length: two tokens more than were accepted the last time."""
 
     def __init__(self, source: DraftSource, *, max_rows: int, max_tokens: int) -> None:
         self.max_rows, self._max_tokens = max_rows, max_tokens

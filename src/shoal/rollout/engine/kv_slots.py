@@ -112,7 +112,7 @@ def _lazy_memory(num_bytes: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     found = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        found.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be many rows' blocks
+        found.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would hold the blocks of many rows
     return found
 
 
@@ -216,7 +216,7 @@ class KVSlots:
         return self.states_SAH[at_2RT[0], at_2RT[1]]
 
     def next_uniforms(self, slots_R: Tensor, num: int) -> Tensor:
-        """Returns the uniforms of the next `num` draws of each row, [R, num]. Behind a row's cap they are of no use."""
+        """Returns the uniforms of the next `num` draws of each row, [R, num]. Beyond a row's last draw they have no meaning."""
         numbers_RT = self.num_drawn_S[slots_R, None] + torch.arange(num, device=self.device)
         return self.uniforms_SN[slots_R[:, None], numbers_RT.clamp(max=self.uniforms_SN.shape[1] - 1)]
 

@@ -57,7 +57,7 @@ class PendingPrefill(Protocol):
         """Does the rest of the work and returns the computed prompts."""
 
     def cancel(self) -> None:
-        """Gives up the prompts. What uses their memory next waits for the part that is done."""
+        """Drops the prompts. Work that uses their memory later waits for the part that was launched."""
 
 
 class FinishedPrefill(NamedTuple):

@@ -46,7 +46,7 @@ class PromptLookup:
         self._rows: dict[int, NgramIndex] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Returns a draft for each row, and forgets the rows that are not asked for."""
+        """Returns a draft for each row, and removes all rows that are not among these."""
         known, self._rows = self._rows, {}
         for row in rows:
             index = known.get(row.number) or NgramIndex(row.prompt)

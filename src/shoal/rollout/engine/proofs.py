@@ -193,7 +193,7 @@ class Prover:
         return [row for batch in batches for row in self._finished_rows(batch, ready)]
 
     def _cut(self, batch: _EndedRows) -> _EndedRows:
-        """Returns the rows without the tokens behind a stop string, which the engine notices a few steps late."""
+        """Returns the rows without the tokens after a stop string, which the engine notices a few steps late."""
         if not any(request.stop for request in batch.requests):
             return batch
         counts = [

@@ -91,7 +91,7 @@ class AutoEngine:
         )
         self._chosen: TorchEngine | TransformersEngine | None = None
         self.weights: WeightFormat | None = None
-        """The format that `load` rounds the layers' weights to; None: none."""
+        """The format that `load` rounds the layers' weights to; None: they are not rounded."""
 
     @property
     def kind(self) -> str:

@@ -186,7 +186,7 @@ class CpuStep:
         slots, shape, rows = self.slots, self._weights.shape, slice(share.start, share.stop)
         num_rows, index_T = share.stop - share.start, slots.index_C[:num_fed]
         positions_BT = slots.positions_S[rows, None] + index_T
-        # No answer reaches the last position, so tokens of a draft behind the row's cap may be stored there.
+        # No answer reaches the last position, so draft tokens beyond the row's last draw may be stored there.
         own_BT = (positions_BT - slots.prompt_lengths_S[rows, None]).clamp(max=slots.size.row_positions - 1)
         num_own = min(_aligned(int(own_BT.max()) + 1), slots.size.row_positions)
         rope_U1E = self._weights.rope_PE[positions_BT.flatten().clamp(max=shape.max_positions - 1)][:, None]

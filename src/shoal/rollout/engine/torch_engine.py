@@ -80,7 +80,7 @@ class TorchEngine:
             raise ValueError(f"compute_dtype={compute_dtype!r} must be one of {sorted(DTYPES)}")
         self.policy_version: int | None = None
         self.weights: WeightFormat | None = None
-        """The format that `load` rounds the layers' weights to; None: none."""
+        """The format that `load` rounds the layers' weights to; None: they are not rounded."""
         self._dtype = DTYPES[compute_dtype]
         self._proof = proof
         self._device = torch.device(device)
@@ -233,7 +233,7 @@ class TorchEngine:
         )
         if drafts_RT.shape[1] == 0:
             return False
-        if not self._verified:  # a verification may add as many states as there is room for behind a fold
+        if not self._verified:  # a verification may need all the free states that a fold leaves
             self._end_stopped_rows(step)
             self._fold_states(step)
         step.verify(slots, drafts_RT)
@@ -268,7 +268,7 @@ class TorchEngine:
             prover.fold(numbers, step.slots.read_states(slots, firsts, segment))
 
     def _end_stopped_rows(self, step: "CpuStep | CudaStep") -> None:
-        """Lets rows whose text has a stop string end with their next token; the prover cuts them behind it.
+        """Lets rows whose text has a stop string end with their next token; the prover cuts them after the stop string.
 
         Called before each fold: a row is not more than one fold longer than its answer, so its states are still there.
         """
@@ -288,7 +288,7 @@ class TorchEngine:
             slots.max_drawn_S[upload(np.array(stopped), self._device)] = 0
 
     def _exchange_rows(self, step: "CpuStep | CudaStep") -> int:
-        """Returns how many ended rows are worth an exchange for waiting ones."""
+        """Returns how many rows must have ended before they are replaced by waiting ones."""
         return 1 if step.gapless else max(1, step.slots.size.rows // EXCHANGE_SHARE)
 
     def _remove_ended_rows(self, step: "CpuStep | CudaStep") -> None:
@@ -327,7 +327,7 @@ class TorchEngine:
 
     @property
     def draft_counts(self) -> DraftCounts:
-        """Returns what drafts were worth so far."""
+        """Returns the counts of verified drafts so far."""
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def _make_drafting(self, model: "LoadedModel", draft: DraftSettings) -> Drafting:
@@ -351,7 +351,7 @@ class TorchEngine:
         return self._loaded().threads is not None
 
     def _fit(self, size: CacheSize, old: "CpuStep | CudaStep | None") -> CacheSize:
-        """Returns what memory allows of `size`, and never fewer rows or blocks than there are already."""
+        """Returns `size` limited to the free memory, but with at least the rows and blocks that there are already."""
         shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
         pool, free = self._scheduler.pool, int(MEMORY_SHARE * free_bytes(self._device))
         used = pool.num_blocks - pool.num_free if self._paged else pool.num_blocks

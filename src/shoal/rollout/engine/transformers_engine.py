@@ -1,7 +1,7 @@
 """TransformersEngine: generates with a model of transformers, for families that neither TorchEngine nor vLLM has.
 
 Rows with the same prompt run together, without padding, through the family's own cache. One batch after another: an answer takes
-as many passes as it has tokens, and short rows do not make room for new ones. It is slow, and right for every family.
+as many passes as it has tokens, and short rows do not make room for new ones. It is slow, but works for every family.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class TransformersEngine:
         """`proof=None` is for measuring what proofs cost."""
         self.policy_version: int | None = None
         self.weights: WeightFormat | None = None
-        """The format that `load` rounds the layers' weights to; None: none."""
+        """The format that `load` rounds the layers' weights to; None: they are not rounded."""
         self._dtype, self._device, self._proof = DTYPES[compute_dtype], torch.device(device), proof
         self._max_rows = max_rows
         # Draws and proofs need float64, which Apple's GPUs do not have.
@@ -81,7 +81,7 @@ class TransformersEngine:
         self.policy_version = None  # until the copy is complete the weights are neither version
         config = read_json(folder / "config.json")
         if self._model is not None and config != self._config:
-            # Values that no tensor's shape shows, such as rope_theta, would go on as they were.
+            # Values that no tensor's shape shows, such as rope_theta, would keep their old values.
             keys = sorted(
                 name for name in config.keys() | self._config if config.get(name) != self._config.get(name)
             )

@@ -82,7 +82,7 @@ class VllmEngine:
         """Of the loaded version."""
         self._running: dict[str, GenerationRequest] = {}
         self._ended: list[Any] = []
-        """vLLM's outputs of rows that have ended and are not finished."""
+        """vLLM's outputs of rows that have ended and whose proofs are not fetched yet."""
         self._num_restarts = 0
 
     @property

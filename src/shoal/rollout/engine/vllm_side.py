@@ -268,12 +268,12 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
         tokens_R, logprobs_R = draw_tokens(
             logits_BV, batch.temperatures_R, uniforms_R.to(self._device, non_blocking=True)
         )
-        # A row that was preempted may have been away at every fold: its ring must not fill up.
+        # A row that was preempted may have missed every fold: its buffer of states must not overflow.
         must_fold = batch.resumed or self._num_steps % _STORE.prover.size.steps == 0
         batch.resumed = False
         self._num_steps += 1
         if must_fold and (stopped := batch.stopped(_STORE.tokenizer)):
-            # Ends the row; VllmEngine cuts it behind the stop string. Its states are still there, because it is not more than
+            # Ends the row; VllmEngine cuts it after the stop string. Its states are still there, because it is not more than
             # one fold longer than its answer.
             tokens_R[stopped] = min(_STORE.tokenizer.end_tokens)
         logits_BV[batch.places_R, tokens_R] = float("inf")

@@ -20,7 +20,7 @@ from shoal.wire.rollouts import RolloutTable, encode
 
 POLL_S = 0.1
 MAX_DELIVERIES = 2
-"""Deliveries at once. Each is mostly round trips, so that with one a short lease would wait for the upload of the last."""
+"""Deliveries at once. Each is mostly round trips; with only one, a short lease would wait for the upload of the one before."""
 MAX_FOLLOWED = 64
 """Submissions whose verdicts are asked for. Older ones are dropped here; the ledger has them."""
 
