@@ -71,7 +71,7 @@ class JudgeModel:
             asked,
             max_new_tokens=task.judge_tokens,
             end_tokens=self._tokenizer.end_tokens,
-            check=lambda: _check(stop),
+            check=lambda: _check_stop(stop),
         )
         texts = {
             prompt: self._tokenizer.decode(tokens) for prompt, tokens in zip(asked, written, strict=True)
@@ -126,6 +126,6 @@ def load_judge(path: str, dtype: str, device: str) -> JudgeModel:
     return JudgeModel(path, dtype, device)
 
 
-def _check(stop: threading.Event | None) -> None:
+def _check_stop(stop: threading.Event | None) -> None:
     if stop is not None and stop.is_set():
         raise Stopped("stopped between two tokens of the judge")

@@ -58,7 +58,7 @@ MAX_CRASHES = 2
 MAX_TASK_FAILURES = 2
 """Failures of the task's code after which a validator that has never graded a submission ends."""
 SLOW_GRADING_S, SLOW_EVERY_S = 5.0, 60.0
-"""Grading a submission for longer than the first is reported, once in the second."""
+"""Grading that takes longer than SLOW_GRADING_S is reported, at most once in SLOW_EVERY_S."""
 _TOO_LATE = ("request.conflict", "request.lease_closed", "request.not_found")
 """Codes with which the coordinator refuses a verdict that came too late to count."""
 

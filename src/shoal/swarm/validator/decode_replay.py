@@ -1,12 +1,12 @@
 """Decode replay: generates a submission once more with the worker's engine and compares it bit for bit.
 
-A prefill sums in another order than decoding, so the checks by noise leave room for anything that changes less than rounding does,
-such as weights that are one small step old. An engine of the same build on the same kind of machine, with the same rows in the
-same batch, has no noise at all: any difference means other weights, other inputs or another machine than declared.
+A prefill sums in another order than decoding, so checks that allow for noise cannot see a change that is smaller than rounding, such
+as weights that are one small step old. An engine of the same build on the same kind of machine, with the same rows in the same
+batch, has no noise at all: any difference means other weights, other inputs or another machine than declared.
 
-What bits depend on is declared with each file (requirements.ReplayTerms). Where it is not what this validator has, nothing is compared.
-A difference is void.uncertain, not a refusal: a fault of the memory or a setting that the terms do not know must not convict an
-honest node. A node whose work differs again and again is convicted by the evidence of its life.
+A worker declares with each file what its bits depend on (requirements.ReplayTerms). If this validator has other terms, nothing is
+compared. A difference is void.uncertain, not a refusal: a memory error, or a setting that the terms do not contain, must not
+convict an honest node. A node whose work differs repeatedly is convicted by its accumulated evidence (rules/cumulative_evidence.py).
 
     B  rows    T  tokens
 """
@@ -29,12 +29,12 @@ from shoal.wire.requirements import ReplayTerms, WeightFormat
 from shoal.wire.rollouts import Rollout, RolloutTable
 
 MAX_ROWS = 4096
-"""Most rows at once that a replay is tried with; a worker could declare any number."""
+"""Most rows at once that a replay uses; a worker could declare any number."""
 Evidence = dict[str, float | int | str]
 
 
 class ReplayEngine(Protocol):
-    """An engine of this machine that generates as a worker does. cli/run/replay_engine.py has it: swarm does not import rollout."""
+    """An engine of this machine that generates as a worker does: cli/run/replay_engine.py, because swarm does not import rollout."""
 
     def compute_class(self, weights: WeightFormat | None) -> str:
         """Returns the compute class of what it generates."""

@@ -151,7 +151,8 @@ def _check_made_up(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerance
 IMPOSSIBLE = 1e-6
 """Probability of a token below which no numerical noise can explain its draw."""
 UNLIKELY_ENDS = 500
-"""Rows per unlikely end token beyond the first that may be off its draw. No impossible one may be."""
+"""One answer, and one more for every so many rows that end, may end on an unlikely token that the seed does not draw. The token
+must not be IMPOSSIBLE."""
 
 
 def find_early_stop(

@@ -144,7 +144,7 @@ class OpenedSubmission:
     judgements: list[str] = field(default_factory=list)
     """The texts of the judge model, one for each row; empty for tasks without a judge."""
     weights: WeightFormat | None = None
-    """The format that its weights were rounded to, as the run admits and the file declares; None: none."""
+    """The format that its weights were rounded to, as the run admits and the file declares; None: they were not rounded."""
 
 
 def policy_for(one: OpenedSubmission, policy: LoadedPolicy) -> LoadedPolicy:
@@ -306,9 +306,7 @@ def give_verdict(
         if one.facts is not None:
             evidence |= check_by_paths(table, claim, one.facts, spec, policy, stop)
             if replay is not None:
-                evidence["replay"] = (
-                    "differs"  # what `check` returns takes its place; it raises if a row has other bits
-                )
+                evidence["replay"] = "differs"  # replaced below, unless `check` raises because bits differ
                 evidence |= replay.check(table, claim, policy, secrets.SystemRandom())
         limit_s = SPARED_S if one.facts is None else None
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Checks the facts of a forward pass with the noise of the compute class that a worker declares, if need be by a second path.
+"""Checks the facts of a forward pass with the noise of the compute class that a worker declares, if necessary by a second path.
 
 A path is a way to compute the same states with other rounding: packed or cached attention, or plain matrix products.
 
@@ -20,17 +20,17 @@ from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Rollout, RolloutTable
 from shoal.wire.run_spec import RunSpec
 
-ON_PROBATION = frozenset(
+MAYBE_NOISE = frozenset(
     ("reject.wrong_computation", "reject.wrong_sampling", "reject.wrong_logprobs", "void.uncertain")
 )
 """Refusals that the noise of an unknown compute class could explain."""
 
 SCREENED_BATCHES = 4
-"""Prefills that a submission must need for one of its rows to be computed first. With fewer, starting one more prefill would take
-a large part of the whole check."""
+"""A submission is screened only if it needs more prefills than this. With fewer, the additional prefill of the screening would be a
+large part of the whole check."""
 SCREENED_ROWS = 64
-"""Rows that it must have. The row that is computed first is computed twice, and long rows are drawn more often. Measured on a CPU,
-the check takes 6 to 9% longer for 32 rows, 3 to 4% for 64 and 1 to 3% for 128."""
+"""A submission is screened only if it has at least this many rows. The screened row is computed twice, and long rows are drawn more
+often: measured on a CPU, the check takes 6 to 9% longer for 32 rows, 3 to 4% for 64 and 1 to 3% for 128."""
 
 
 class RefusedWithEvidence(Rejected):
@@ -60,7 +60,7 @@ def check_by_paths(
     try:
         return check_by_noise(table, claim, facts, spec, policy)
     except RefusedWithEvidence as refused:
-        if _is_known(table, claim, spec) or refused.code not in ON_PROBATION:
+        if _is_known(table, claim, spec) or refused.code not in MAYBE_NOISE:
             raise
         first = refused
     again = _other_path(policy)
@@ -88,10 +88,10 @@ def screen_many(
     control_seed: int,
     stop: threading.Event | None,
 ) -> list[Rejected | None]:
-    """Returns for each submission the refusal that one of its rows suffices for, or None if all of its rows are to be checked.
+    """Computes one row of each large submission; returns its refusal, or None for a submission whose rows must all be checked.
 
-    Rows of max_new_tokens are made up in no time, but a prefill of all of them takes as long as for honest ones. Refuses only
-    what `check_by_paths` would refuse as well, by both paths if the compute class is unknown. Raises CannotCheck or Stopped.
+    A liar makes up rows of any length at almost no cost, but a prefill of all of them takes as long as for honest ones. Refuses
+    only what `check_by_paths` would refuse as well, by both paths if the compute class is unknown. Raises CannotCheck or Stopped.
     """
     drawn = {
         number: _draw_row(table.rows)
@@ -102,7 +102,7 @@ def screen_many(
     unknown = {
         number: drawn[number]
         for number, refusal in refused.items()
-        if refusal.code in ON_PROBATION and not _is_known(*submissions[number], spec)
+        if refusal.code in MAYBE_NOISE and not _is_known(*submissions[number], spec)
     }
     try:
         again = _refuse_rows(unknown, submissions, spec, _other_path(policy), secrets.randbits(64), stop)
@@ -120,7 +120,7 @@ def _is_screened(table: RolloutTable, policy: LoadedPolicy) -> bool:
 
 
 def _draw_row(rows: Sequence[Rollout]) -> Rollout:
-    """Draws a row by its number of tokens: made-up rows are found as often as is their share of the work.
+    """Draws a row with a probability in proportion to its tokens, so that made-up rows are found by their share of the work.
 
     The draw must be secret, because a node that could foresee it would compute only that row.
     """
