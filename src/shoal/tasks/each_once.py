@@ -25,7 +25,7 @@ class EachOnce:
     count: int = 0
     """Problems that are drawn from the training part; 0: all."""
     seed: int = 0
-    """Draws them."""
+    """Chooses which ones are drawn."""
 
     def __post_init__(self) -> None:
         check_whole("each: chunk", self.chunk, least=1, most=1 << 20)

@@ -270,7 +270,7 @@ def read_value(text: str, field: str) -> Any:
 
 
 def checks_text(index: RowIndex) -> bytes:
-    """Returns the content of a file for `checks_path`: the unusable rows, which another machine could find otherwise."""
+    """Returns the content of a file for `checks_path`: the unusable rows, so that all machines leave out the same ones."""
     return json.dumps({"unusable_rows": sorted(index.bad)}).encode() + b"\n"
 
 

@@ -1,6 +1,6 @@
 """The options of a task that name files: by path on one machine, by SHA-256 digest between machines.
 
-An option may also name a folder, such as that of a judge model: it is one tar file between machines.
+An option may also name a folder, such as that of a judge model: it is sent to other machines as one tar file.
 
 The coordinator copies the files to names that are their digests (`keep_files`), and the public terms of the run contain the
 digests. A trainer, validator or auditor downloads the bytes, checks the digest, and builds the task from its own copy

@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub, or of its local cache: `path = "hf:org/name?config=main&split=train&revision=abc"`.
 
 The rows are written to a JSON Lines file in the user's cache folder, and the task reads that file. The public terms of a run
-contain the file's digest, so validators and the trainer get these very rows from the coordinator and need no hub.
+contain the file's digest, so validators and the trainer get exactly these rows from the coordinator and need no hub.
 `hf:/path/to/folder` reads a folder that the package `datasets` knows how to read.
 """
 

@@ -1,4 +1,4 @@
-"""Finds questions of one data set that another one asks too, whatever words stand around them.
+"""Finds questions of one data set that another one asks too, whatever text surrounds them.
 
 Prompts of different data sets have different instructions before and after the same question. So a question counts as asked if its
 words occur in the prompt, one after the other. Case, spaces, and typesetting that does not change the meaning are ignored.

@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 INDEX_VERSION = 2
 """Increase it when the index of the same file would differ, so that caches are made again."""
 CACHE_FROM_ROWS = 1000
-"""A smaller file is indexed again each time, which takes less than writing beside it is worth."""
+"""A smaller file is indexed again each time: that is fast enough without a cache file."""
 BATCH_ROWS = 500
 BATCH_CHARS = 4 << 20
 """Problems whose gold answers are checked together: at most this many, and about this many characters."""

@@ -91,7 +91,7 @@ def _parameters_of(name: str, level: int) -> list[dict[str, Any]]:
 
 
 def _import_gym(name: str) -> types.ModuleType:
-    """Imports a module of the package. It only seeds torch, which a coordinator does not have: an empty module stands in."""
+    """Imports a module of the package. It uses torch only to seed it; where torch is missing, as at a coordinator, it gets an empty module."""
     if "Gym" not in sys.modules:
         sys.modules.setdefault("torch", types.ModuleType("torch"))
     return __import__(name, fromlist=["*"])

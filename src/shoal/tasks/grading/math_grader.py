@@ -44,7 +44,7 @@ _EQUAL_OR_BRACKET = re.compile(rf"(?<![<>!:])=|{_APPROXIMATELY.pattern}|[\[\](){
 _BETWEEN = re.compile(
     r"[,;]|\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}|\\q?quad|\\(?:lor|land|vee|wedge|Rightarrow|implies)(?![a-z])"
 )
-"""What stands between two equations."""
+"""Separators between two equations."""
 _OPERATION = re.compile(
     r"^\s*[-\d.]|[-+*/](?![^({\[]*[)}\]])|\^(?!\{?-1\}?|\{?\\circ)|\\(?:[dt]?frac(?!\{d)|sqrt|cdot|times|div)"
 )
@@ -186,13 +186,10 @@ def _value(match: re.Match[str]) -> Decimal:
 class MathGrader:
     """Grades answers in one child process. Safe to use from several threads; answers are graded one at a time."""
 
-    def __init__(
-        self, *, cpu_s: int = CPU_S, wall_s: float = WALL_S, memory_bytes: int = MEMORY_BYTES
-    ) -> None:
-        self._wall_s = wall_s
+    def __init__(self, *, cpu_s: int = CPU_S) -> None:
         self._child = ChildProcess(
             "shoal.tasks.grading.math_grader:serve_math",
-            limits=ChildLimits(memory_bytes=memory_bytes, cpu_s=cpu_s),
+            limits=ChildLimits(memory_bytes=MEMORY_BYTES, cpu_s=cpu_s),
         )
 
     def check_installed(self) -> None:
@@ -232,7 +229,7 @@ class MathGrader:
         """Returns the child's reply, or None if the request ends the child."""
         self.check_installed()
         try:
-            frame = self._child.exchange(json.dumps(request).encode(), timeout_s=self._wall_s)
+            frame = self._child.exchange(json.dumps(request).encode(), timeout_s=WALL_S)
         except ChildDied:
             return None
         except ChildError as error:

@@ -63,7 +63,7 @@ class SandboxLimits:
 
     cpu_s: int = 10
     wall_s: float = 20.0
-    """Twice `cpu_s`. Time in which the program waits for a processor does not count, up to twice as much again."""
+    """Twice `cpu_s`. Time in which the program waits for a processor is added, up to twice `wall_s`."""
     memory_bytes: int = 512 << 20
     """Of each process: one program may take `processes` times as much."""
     disk_bytes: int = 16 << 20
@@ -206,7 +206,7 @@ def _server_command(level: Level, folder: str) -> list[str]:
 
 
 def _bwrap_command(python: str) -> list[str]:
-    """Returns the command that runs another one with only Python's library in sight."""
+    """Returns the beginning of a command line that runs a command which sees only Python's library."""
     # Capabilities inside its namespaces, which each program drops: they give each program namespaces of its own.
     command = [
         "bwrap",

@@ -134,7 +134,7 @@ def _build_server(level: str, folder: str) -> bool:
                 return True
         return False
     if level == "gvisor":
-        # Once for all jobs: gVisor has one mount namespace. It shows them the processes of each other otherwise.
+        # Hides /proc, where jobs would see each other's processes. Once for all jobs: gVisor has one mount namespace.
         _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
     return level != "user" or os.getuid() == 0
 
@@ -293,7 +293,7 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int) 
 
 
 def _waited_s(init: int, proc: int) -> float:
-    """Returns the seconds for which the program waited for a processor; 0 if its own threads or processes may have had it."""
+    """Returns the seconds for which the program waited for a processor; 0 if its own threads or processes may have used it."""
     try:
         pids = _read_at(proc, f"{init}/task/{init}/children").split()
         if len(pids) != 1 or _read_at(proc, f"{pids[0]}/task/{pids[0]}/children").strip():
