@@ -1,4 +1,4 @@
-"""The ranks of one site: processes of torchrun that train one model together. Rank 0 alone speaks to the other sites.
+"""The ranks of one site: processes of torchrun that train one model together. Only rank 0 is connected to other sites.
 
     rank 0        DiLoCo:        inner step ──▶ read ──▶ round with the other sites ──▶ write ──▶ release
                                                  ▲                                        │
@@ -9,7 +9,7 @@ outer state and what is sent to other sites do not depend on the number of ranks
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -49,7 +49,7 @@ class SiteCommand(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReceivedCommand:
     """A command of rank 0 as received."""
 
     command: SiteCommand
@@ -71,21 +71,21 @@ class SiteRanks:
 
     def tell(self, command: SiteCommand, *, fragment: int = 0, steps: int = 0) -> None:
         """Sends a command to the other ranks."""
-        with self.explain_loss(f"rank 0 was sending {command.name}"):
+        with self.explain_lost_rank(f"rank 0 was sending {command.name}"):
             told = torch.tensor([command, fragment, steps])
             dist.broadcast(told, src=0, group=self._commands)
 
-    def listen(self) -> Told:
+    def listen(self) -> ReceivedCommand:
         """Waits for rank 0's next command."""
         told = torch.zeros(3, dtype=torch.int64)
-        with self.explain_loss(f"rank {self.rank} was waiting for rank 0"):
+        with self.explain_lost_rank(f"rank {self.rank} was waiting for rank 0"):
             dist.broadcast(told, src=0, group=self._commands)
         command, fragment, steps = told.tolist()
-        return Told(SiteCommand(command), fragment, steps)
+        return ReceivedCommand(SiteCommand(command), fragment, steps)
 
     def wait_for_all(self) -> None:
         """Waits until every rank has called this."""
-        with self.explain_loss(f"rank {self.rank} was waiting for the other ranks"):
+        with self.explain_lost_rank(f"rank {self.rank} was waiting for the other ranks"):
             dist.barrier(group=self._commands)
 
     @torch.no_grad()
@@ -93,14 +93,14 @@ class SiteRanks:
         """Replaces the gradients of whole parameters by their sums over the ranks; returns the sum of the losses."""
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         total = torch.tensor([loss], dtype=torch.float64)
-        with self.explain_loss(f"rank {self.rank} was adding gradients"):
+        with self.explain_lost_rank(f"rank {self.rank} was adding gradients"):
             for gradient in gradients:
                 dist.all_reduce(gradient)
             dist.all_reduce(total, group=self._commands)
         return float(total[0])
 
     @contextlib.contextmanager
-    def explain_loss(self, doing: str) -> Iterator[None]:
+    def explain_lost_rank(self, doing: str) -> Iterator[None]:
         """Raises SiteRankLost for torch's RuntimeError, which it raises for a lost rank and for a timeout alike."""
         try:
             yield
@@ -169,12 +169,12 @@ class WholeFragment(Fragment):
         held = parameter.detach()
         if not isinstance(held, DTensor):
             return held
-        with self._ranks.explain_loss(f"rank {self._ranks.rank} was gathering weights"):
+        with self._ranks.explain_lost_rank(f"rank {self._ranks.rank} was gathering weights"):
             return held.full_tensor()
 
     def scatter(self, value: Tensor, into: nn.Parameter) -> None:
         """Writes rank 0's whole `value` into a parameter of every rank. All ranks must call it."""
-        with self._ranks.explain_loss(f"rank {self._ranks.rank} was receiving merged weights"):
+        with self._ranks.explain_lost_rank(f"rank {self._ranks.rank} was receiving merged weights"):
             if isinstance(into, DTensor):
                 whole = value.to(device=into.device, dtype=into.dtype)
                 into.copy_(distribute_tensor(whole, into.device_mesh, into.placements))
@@ -184,8 +184,8 @@ class WholeFragment(Fragment):
             dist.broadcast(into.detach(), src=0)
 
 
-def whole_fragments(fragments: list[Fragment], ranks: SiteRanks) -> list[Fragment]:
-    """Returns the fragments for a site of several ranks."""
+def whole_fragments(fragments: Sequence[Fragment], ranks: SiteRanks) -> list[WholeFragment]:
+    """Returns the fragments that a site of several ranks averages."""
     return [WholeFragment(fragment, index, ranks) for index, fragment in enumerate(fragments)]
 
 
@@ -199,10 +199,7 @@ class SiteFollower:
         self, model: nn.Module, *, inner: Optimizer, ranks: SiteRanks, num_fragments: int = 1
     ) -> None:
         self.inner, self._ranks = inner, ranks
-        self._fragments = [
-            WholeFragment(fragment, index, ranks)
-            for index, fragment in enumerate(fragments_of(model, num_fragments))
-        ]
+        self._fragments = whole_fragments(fragments_of(model, num_fragments), ranks)
         self.steps = 0
         """Inner steps of the run so far, as rank 0 counts them."""
         self.follow()
@@ -225,7 +222,7 @@ class SiteFollower:
         self.inner.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: rank 0 writes the checkpoint."""
+        """Returns an empty state: rank 0 writes the checkpoint."""
         self.follow()
         return {}
 
@@ -237,7 +234,7 @@ class SiteFollower:
         """Does nothing: rank 0 leaves the swarm."""
 
     def follow_to_end(self) -> None:
-        """Takes part in what rank 0 still does until it ends the run."""
+        """Takes part in the remaining operations of rank 0, until it ends the run."""
         while self.follow() is not SiteCommand.END:
             pass
 

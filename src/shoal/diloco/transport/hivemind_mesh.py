@@ -109,7 +109,7 @@ class HivemindMesh:
             await self._p2p.add_binary_stream_handler(self._link_protocol, self._offer)
 
     async def _start_again(self) -> None:
-        """Replaces a daemon that died (killed for memory, for example). Without one this site would train alone unnoticed."""
+        """Replaces a daemon that died (killed for memory, for example). Without a daemon this site would train alone, and nothing would report it."""
         if self._address.identity is None:
             raise StreamBroken(
                 "the network daemon has died, and without an identity file this peer's id is lost"
