@@ -105,7 +105,7 @@ def test_training_goes_on_if_the_calibration_cannot_be_repeated(
     assert 1 <= len(tried) < 3, "not with every version: each attempt takes a while"
     assert "the old one stays: CUDA out of memory" in caplog.text
     train(tmp_path / "file", None, limit=1e-6)
-    assert "calibrate a version of now with rows of every kind of machine" in caplog.text
+    assert "calibrate this version with rows of every kind of machine" in caplog.text
 
 
 @pytest.mark.integration

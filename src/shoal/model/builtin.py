@@ -94,7 +94,7 @@ def _fill(name: str, folder: Path, seed: int) -> None:
         write_gguf(find_smollm2(), folder)
     elif Path(name).is_dir():
         if (Path(name) / "tokenizer.model").exists() and not (Path(name) / TOKENIZER_FILE).exists():
-            raise ValueError(explain_missing_tokenizer(Path(name)))  # now, and not in every worker
+            raise ValueError(explain_missing_tokenizer(Path(name)))  # fail here, not later in every worker
         _write_copy(Path(name), folder)
     elif is_gguf(name):
         write_gguf(Path(name), folder)

@@ -1,4 +1,4 @@
-"""Generates the most likely tokens, without sampling: for judges, whose texts must be the same when they are computed again.
+"""Generates the most likely tokens, without sampling: for judge models, whose texts must come out the same every time.
 
 Rows are sorted by length and computed in batches that depend only on the prompts, so the same prompts give the same batches and, on
 the same kind of processor, the same numbers.
@@ -49,7 +49,7 @@ def generate_greedily(
 def _batches(
     model: Decoder | TransformersModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """Returns the places of the prompts of each batch. The caches of transformers need prompts of one length."""
+    """Returns for each batch the indices of its prompts. The caches of transformers need prompts of one length."""
     batches: list[list[int]] = []
     for place in sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), place)):
         length = len(prompts[place])

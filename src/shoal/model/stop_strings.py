@@ -1,7 +1,7 @@
 """Stop strings: where an answer ends that contains one. Engines and validators use the same functions, so they agree on the token.
 
-An answer ends with the first token after which the text of its last WINDOW tokens contains a stop string. The stop string, and what the
-token has behind it, are part of the answer, so that log-probs and proofs cover every token that was drawn; the graded text ends before
+An answer ends with the first token after which the text of its last WINDOW tokens contains a stop string. The stop string, and what
+follows it in that token, are part of the answer, so that log-probs and proofs cover every token that was drawn; the graded text ends before
 it. An end token and max_new_tokens end an answer as always.
 """
 

@@ -321,7 +321,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _growth_of(part: Any) -> int:
-    """Returns the growth of a loaded part of a tokenizer, which may be None."""
+    """Returns `_growth` of a loaded part of a tokenizer; 1 if the tokenizer does not have that part."""
     return 1 if part is None else _growth(json.loads(part.__getstate__()))
 
 

@@ -133,7 +133,7 @@ class CodeCount(Record):
 
 
 class WorkerView(NodeView):
-    """A node with two values more: the last verdict as a sentence, and the speed computed from accepted work."""
+    """A node with two more values: the last verdict as a sentence, and the speed computed from accepted work."""
 
     words: str
     verified_tokens_per_s: float
@@ -258,7 +258,7 @@ class RolloutGroup(Record):
     state: str
     """`ready`, `held`, `dropped`, `stale`, `batched` or `withdrawn`; empty for held-out work, which is never trained on."""
     trained_version: int | None
-    """The version that the step started from which trained on it; None if none did."""
+    """The version from which the step that trained on it started; None if no step did."""
     code: str
     detail: str
     checks: Checks

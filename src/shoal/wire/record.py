@@ -105,7 +105,7 @@ def _reference_canonical_json(value: Any) -> bytes:
 
 
 class Sealable(Record):
-    """A record that can be signed. `tag` prevents that a signature of one kind of record is valid for another kind."""
+    """A record that can be signed. Each kind has its own `tag`, so that its signature is not valid for another kind."""
 
     @classmethod
     def tag(cls) -> str:

@@ -77,7 +77,7 @@ class Sampling(Record):
     samples_per_prompt: int = Field(default=16, ge=1)
 
     def of(self, task: TaskSpec) -> "Sampling":
-        """Returns the sampling of a task: these values, less those that it replaces."""
+        """Returns the sampling of a task: its own values, and these for all others."""
         own = task.sampling.model_dump(exclude_none=True)
         return self.model_copy(update=own) if own else self
 

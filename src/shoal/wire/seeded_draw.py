@@ -39,7 +39,7 @@ def prompt_seed(seed: str, prompt_index: int, attempt: int = 0) -> int:
 
 
 def acceptance_draw(seed: str, prompt_index: int, attempt: int) -> float:
-    """Returns the number in [0, 1) that an attempt of difficulty sampling is accepted below."""
+    """Returns a number in [0, 1): difficulty sampling accepts the attempt if it is below the problem's weight."""
     return _fraction(seed, f"accept/{prompt_index}/{attempt}")
 
 

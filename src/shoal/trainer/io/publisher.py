@@ -67,12 +67,12 @@ class PublisherSettings:
 
     deadline_s: float
     device: str = "cpu"
-    """Holds the weights."""
+    """The device that holds the weights."""
     shard_bytes: int = SHARD_BYTES
     snapshot_every: int = SNAPSHOT_EVERY
     """Versions divisible by this are also sent whole, for nodes that join late."""
     last_version: int | None = None
-    """Is also kept whole on this disk."""
+    """The run's last version, which is also kept whole on this disk; None: no version is."""
     archive: bool = True
     """Whether the deltas of all versions are kept, in `archive` beside the store."""
     recalibration: Recalibration | None = None

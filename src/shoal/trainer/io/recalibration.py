@@ -1,6 +1,6 @@
 """Repeats the calibration of a run when the published weights have moved far from those that it was measured with.
 
-    version 40 ──▶ 6 % from the calibrated weights ──▶ measured with version 40 ──▶ announced with it, for its work and later work
+    version 40 ──▶ 6 % from the calibrated weights ──▶ calibrated again with version 40 ──▶ announced together, for work of version 40 and later
 
 The noise of honest proofs depends on the weights: training makes distributions sharper, and a calibration of the first
 version then judges work that is much closer to the validator's numbers than the work it was measured on.
@@ -59,7 +59,7 @@ class Recalibration:
         if self._measure is None:
             self._limit *= RETRY_FACTOR
             self._log.warning(
-                f"{what}; calibrate a version of now with rows of every kind of machine, and start another run from it",
+                f"{what}; calibrate this version with rows of every kind of machine, and start another run from it",
                 version=version,
             )
             return moved, None
