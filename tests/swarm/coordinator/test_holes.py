@@ -384,7 +384,7 @@ def test_draws_are_secret_before_and_verifiable_after(trusting: SmallSwarm) -> N
         tx.record("epoch.revealed", epoch=epoch, secret=secret)
     events = swarm.ledger()
     books = replay(events)
-    assert books.unchecked_draws == []  # all repeated, all right
+    assert books.secrets.unchecked_draws == []  # all repeated, all right
     assert (
         seed_of(books, lease.lease_id)
         == lease.seed

@@ -310,3 +310,13 @@ def test_replay_refuses_an_operator_that_trains_on_held_groups(sparing: SmallSwa
     few = formed.body["group_ids"][-2:] + [f"{spared.lease_id}-0"]
     with pytest.raises(CorruptData, match="unchecked groups, at most"):
         replay(changed(events, "batch.formed", group_ids=few))
+
+
+def test_replay_refuses_an_operator_that_leaves_credit_of_a_caught_node(sparing: SmallSwarm) -> None:
+    node = trusted_node(sparing)
+    work(sparing, node, "rewards")
+    work(sparing, node, "full", "reject.forged_proof")
+    events = sparing.ledger()
+    replay(events)
+    with pytest.raises(CorruptData, match="does not revoke the credit given on trust"):
+        replay([event for event in events if event.type != "credit.revoked"])

@@ -2,14 +2,14 @@
 
 Raises CorruptData with the event's number if no honest coordinator could have written the events in that order: a change of
 trust without a reason, a second end of a lease, a group trained on twice, a secret other than the committed one, a check that
-the draw required but that was not made, or a conviction by accumulated evidence that the recorded scores do not give.
+the draw required but that was not made, credit for another node, or a conviction or a mean that the recorded numbers do not give.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.swarm.coordinator.group_replay import ReplayedGroups
 from shoal.swarm.coordinator.rules.credit import (
     Balance,
     Earning,
@@ -25,17 +25,18 @@ from shoal.swarm.coordinator.rules.trust import (
     Trust,
     TrustEvent,
     VerdictKind,
-    gets_every_check,
-    is_draw_open,
     next_standing,
     verdict_kind,
 )
-from shoal.swarm.coordinator.task_choices import RecordedDraw, ReplayedLease, TaskChoices
+from shoal.swarm.coordinator.secret_replay import Contradiction, RecordedDraw, ReplayedSecrets
+from shoal.swarm.coordinator.task_choices import ReplayedLease, TaskChoices
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
 _TRUST_EVENTS = {f"node.{trust.value}": trust for trust in Trust}
+_BEFORE_REVOCATION = ("epoch.revealed", "credit.revoked")
+"""Types of the events that may come between a rejection and the revocation of credit."""
 _ADMIN_EVENTS = {
     f"admin.{action.value}": action for action in (TrustEvent.QUARANTINE, TrustEvent.BAN, TrustEvent.RESTORE)
 }
@@ -51,6 +52,8 @@ class ReplayedNode:
     """The trust that the last event about the node names."""
     accepted: int = 0
     void: int = 0
+    rejected_seq: int = 0
+    """Number of the event of its last rejection."""
     returned: int = 0
     """Credit given back by appeals."""
     earnings: list[Earning] = field(default_factory=list)
@@ -67,13 +70,8 @@ class ReplayedLedger:
     terms: dict[str, Any] = field(default_factory=dict)
     nodes: dict[str, ReplayedNode] = field(default_factory=dict)
     leases: dict[str, ReplayedLease] = field(default_factory=dict)
-    commitments: dict[int, str] = field(default_factory=dict)
-    secrets: dict[int, bytes] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    """Groups that were trained on or withdrawn: they must not be trained on again."""
-    released: set[str] = field(default_factory=set)
-    """Groups accepted without every check that may be trained on, because a later full check of their node passed."""
-    unchecked_draws: list[RecordedDraw] = field(default_factory=list)
+    secrets: ReplayedSecrets = field(init=False)
+    groups: ReplayedGroups = field(init=False)
     weights: dict[str, float] = field(default_factory=dict)
     """The weight of each task, by label, as the newest terms say."""
     by_difficulty: set[str] = field(default_factory=set)
@@ -92,23 +90,43 @@ class ReplayedLedger:
     """Credit that was revoked for a rejection, by lease."""
     appeals: dict[str, bool] = field(default_factory=dict)
     """Whether the appeal against a lease's rejection is decided."""
+    newest_version: int = -1
+    max_lag: int | None = None
+    last_version: int | None = None
+    finished_version: int | None = None
     seq: int = 0
     time_s: float = 0.0
+    to_be_revoked: str = ""
+    """The rejected lease for which credit must be revoked next."""
     last_standing: tuple[str, NodeStanding] | None = None
     """The node whose standing changed last, with its standing before that change."""
+
+    def __post_init__(self) -> None:
+        self.secrets, self.groups = ReplayedSecrets(self._lease), ReplayedGroups(self._lease)
 
     def add(self, event: LedgerEvent) -> None:
         """Adds one event. Raises CorruptData if it contradicts the events before it."""
         self.seq, self.time_s = event.seq, event.time_s
+        if event.type not in _BEFORE_REVOCATION:
+            self._check_revoked()
         if event.type in _TRUST_EVENTS:
             self._check_trust(event.body["node"], _TRUST_EVENTS[event.type])
         elif event.type in _ADMIN_EVENTS:
             self._apply_event(event.body["node"], _ADMIN_EVENTS[event.type])
         elif event.type in _HANDLERS:
-            _HANDLERS[event.type](self, event.body)
+            try:
+                _HANDLERS[event.type](self, event.body)
+            except Contradiction as error:
+                raise self._corrupt(str(error)) from None
 
     def close(self) -> None:
-        """Checks, after the last event, that the ledger records every change of trust, and that seeds chose tasks and problems."""
+        """Checks, after the last event, that the ledger records every change of trust and every secret, and that seeds chose tasks
+        and problems."""
+        self._check_revoked()
+        is_over = self.finished_version is not None and self.finished_version == self.last_version
+        hidden = self.secrets.hidden()
+        if is_over and hidden and all(lease.end is not None for lease in self.leases.values()):
+            raise self._corrupt(f"the run is finished, but the secret of epoch {hidden[0]} is not revealed")
         try:
             self.choices.check(lambda lease_id: seed_of(self, lease_id))
         except ValueError as error:
@@ -131,6 +149,7 @@ class ReplayedLedger:
     def _opened(self, body: dict[str, Any]) -> None:
         self.terms = body.get("terms", {})
         spec = body.get("spec", {})
+        self.max_lag, self.last_version = spec.get("max_lag"), spec.get("last_version")
         self.admitted_weights = spec.get("admitted_weights", {})
         tasks = [spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", [])
         self.weights = {task.get("label") or task["name"]: task.get("weight", 1.0) for task in tasks}
@@ -154,26 +173,30 @@ class ReplayedLedger:
         self._apply_event(body["node"], TrustEvent.RETURN)
 
     def _committed(self, body: dict[str, Any]) -> None:
-        if body["epoch"] in self.commitments:
-            raise self._corrupt(f"epoch {body['epoch']} is committed a second time")
-        self.commitments[body["epoch"]] = body["commitment"]
+        self.secrets.commit(body, self.seq)
 
     def _revealed(self, body: dict[str, Any]) -> None:
-        secret = bytes.fromhex(body["secret"])
-        if hashlib.sha256(secret).hexdigest() != self.commitments.get(body["epoch"]):
-            raise self._corrupt(f"the secret of epoch {body['epoch']} does not match its commitment")
-        self.secrets[body["epoch"]] = secret
-        self._check_draws()
+        self.secrets.reveal(body, self.seq)
+
+    def _published(self, body: dict[str, Any]) -> None:
+        if body["version"] != self.newest_version + 1:
+            raise self._corrupt(f"version {body['version']} is published after version {self.newest_version}")
+        self.newest_version = body["version"]
+
+    def _finished(self, body: dict[str, Any]) -> None:
+        self.finished_version = body["version"]
 
     def _issued(self, body: dict[str, Any]) -> None:
         node = self._node(body["node"])
+        if body["lease_id"] in self.leases:
+            raise self._corrupt(f"lease {body['lease_id']} is issued a second time")
         if node.standing.trust in (Trust.BANNED, Trust.RETIRED):
             raise self._corrupt(
                 f"a lease is issued to node {body['node'][:16]}, which is {node.standing.trust.value}"
             )
         unit = body.get("unit", body["lease_id"])
-        if body["epoch"] not in self.commitments or (
-            unit == body["lease_id"] and body["epoch"] in self.secrets
+        if body["epoch"] not in self.secrets.commitments or (
+            unit == body["lease_id"] and body["epoch"] in self.secrets.revealed
         ):
             raise self._corrupt(
                 f"lease {body['lease_id']} is of epoch {body['epoch']}, whose secret is not committed, or known already"
@@ -196,6 +219,8 @@ class ReplayedLedger:
             num_problems=body.get("num_problems", 0),
             num_prompts=body.get("num_prompts", 0),
             samples=body.get("samples_per_prompt", 0),
+            versions=tuple(body.get("versions", ())),
+            chunk=body.get("chunk", 0),
         )
         if lease.task:
             known = self.weights if lease.purpose == "train" else self.evaluated
@@ -213,7 +238,13 @@ class ReplayedLedger:
             lease.max_tokens = lease.num_prompts * lease.samples * self.max_new_tokens.get(lease.task, 0)
 
     def _received(self, body: dict[str, Any]) -> None:
-        lease = self._lease(body["lease_id"])
+        lease = self._lease_of(body)
+        if lease.sha256 is not None or lease.end is not None:
+            raise self._corrupt(f"lease {body['lease_id']} has a second submission, or one after its end")
+        if lease.versions and body["policy_version"] not in lease.versions:
+            raise self._corrupt(
+                f"the submission on lease {body['lease_id']} names version {body['policy_version']}, leased are {lease.versions}"
+            )
         lease.sha256, lease.received_seq = body["sha256"], self.seq
         lease.policy_version = body["policy_version"]
         # Ledgers of release 0.1.0 do not have this term; their rates followed another rule.
@@ -222,6 +253,7 @@ class ReplayedLedger:
             lease.least_rate = self.terms["check_rate"] if trusted else 1.0
 
     def _voided(self, body: dict[str, Any]) -> None:
+        self._lease_of(body)
         self._end(body["lease_id"], "void")
         self._node(body["node"]).void += 1
         if body["code"] == "void.expired":
@@ -231,10 +263,10 @@ class ReplayedLedger:
 
     def _judged(self, body: dict[str, Any]) -> None:
         finding = verdict_kind(body["code"])
+        lease = self._lease_of(body)
         self._end(body["lease_id"], finding.value)
         node, drawn = self._node(body["node"]), body["drawn"]
         full = body["checks"] == "full"
-        lease = self._lease(body["lease_id"])
         lease.checks, lease.draw_rate = body["checks"], drawn["rate"]
         if lease.sha256 is None:
             raise self._corrupt(f"lease {body['lease_id']} has a verdict without a submission")
@@ -242,16 +274,16 @@ class ReplayedLedger:
             raise self._corrupt(
                 f"lease {body['lease_id']} was drawn at a rate of {drawn['rate']:g}, its node's is {lease.least_rate:g}"
             )
-        self.unchecked_draws.append(
-            RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
-        )
-        self._check_draws()
+        self.secrets.add_draw(RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"]))
         self._check_conviction(body, node)
         if finding is VerdictKind.VOID:
             node.void += 1
             if body["code"] == UNCERTAIN:
                 self._apply_event(body["node"], TrustEvent.UNCERTAIN)
         elif finding is VerdictKind.REJECTED:
+            if to_revoke(node.earnings, self._held_since_s(node.standing)):
+                self.to_be_revoked = body["lease_id"]
+            node.rejected_seq = self.seq
             self._apply_event(body["node"], TrustEvent.REJECTED)
         else:
             self._accepted(node, body, full)
@@ -290,6 +322,13 @@ class ReplayedLedger:
             raise self._corrupt(
                 f"lease {body['lease_id']} has {body['output_tokens']} tokens, at most {lease.max_tokens} were leased"
             )
+        num_rows = lease.num_prompts * lease.samples
+        if num_rows and (len(body["rewards"]) != num_rows or body["output_tokens"] < num_rows):
+            raise self._corrupt(
+                f"lease {body['lease_id']} of {num_rows} rows has {len(body['rewards'])} rewards and "
+                f"{body['output_tokens']} tokens"
+            )
+        lease.rewards = body["rewards"]
         if not full and body["drawn"]["checks"] == "full":
             raise self._corrupt(
                 f"lease {body['lease_id']} was drawn for every check but got only the cheap ones"
@@ -299,6 +338,8 @@ class ReplayedLedger:
                 f"lease {body['lease_id']} was accepted without every check from a {node.standing.trust.value} node"
             )
         self.choices.add_rewards(body["lease_id"], body["rewards"])
+        if lease.purpose == "eval":
+            self.groups.add_chunk(body["lease_id"], lease)
         node.accepted += 1
         node.earnings.append(
             Earning(lease_id=body["lease_id"], amount=body["credit"], given_at_s=self.time_s, checked=full)
@@ -307,24 +348,15 @@ class ReplayedLedger:
 
     def _revoked(self, body: dict[str, Any]) -> None:
         node, standing = self._node(body["node"]), self._before_rejection(body["node"])
-        since_s = held_since_s(standing.trust, standing.since_s, self.time_s, self.terms["hold_s"])
-        taken = {earning.lease_id for earning in to_revoke(node.earnings, since_s)}
+        self.to_be_revoked = ""
+        taken = {one.lease_id for one in to_revoke(node.earnings, self._held_since_s(standing))}
         if taken != set(body["lease_ids"]):
             raise self._corrupt(f"{len(body['lease_ids'])} leases are revoked, expected {len(taken)}")
-        node.earnings = [
-            Earning(
-                lease_id=earning.lease_id,
-                amount=earning.amount,
-                given_at_s=earning.given_at_s,
-                checked=earning.checked,
-                revoked=earning.revoked or earning.lease_id in taken,
-            )
-            for earning in node.earnings
-        ]
+        node.earnings = [replace(one, revoked=one.revoked or one.lease_id in taken) for one in node.earnings]
         for lease_id in body["lease_ids"]:
             self._lease(lease_id).end = "revoked"
         self.revoked[body["because"]] = sum(one.amount for one in node.earnings if one.lease_id in taken)
-        self.trained.update(body["group_ids"])  # withdrawn groups must not be trained on later
+        self.groups.withdraw(body["group_ids"])
 
     def _appealed(self, body: dict[str, Any]) -> None:
         lease = self._lease(body["lease_id"])
@@ -348,41 +380,16 @@ class ReplayedLedger:
             self._apply_event(body["node"], TrustEvent.UPHELD)
 
     def _released(self, body: dict[str, Any]) -> None:
-        """Checks that held groups are released by a later submission of their node that was drawn for every check and accepted."""
-        because = self._lease(body["because"])
-        passed = because.end == "accepted" and because.checks == "full"
-        if not (passed and because.node == body["node"] and is_draw_open(because.draw_rate, because.purpose)):
-            raise self._corrupt(f"lease {body['because']} releases groups, but passed no full check by lot")
-        for group in body["group_ids"]:
-            lease = self._lease(group.rpartition("-")[0])
-            if lease.node != body["node"] or lease.received_seq >= because.received_seq:
-                raise self._corrupt(f"group {group} is released by a check that does not come after it")
-        self.released.update(body["group_ids"])
+        self.groups.release(body, self._node(body["node"]).rejected_seq)
 
     def _withdrawn(self, body: dict[str, Any]) -> None:
-        self.trained.update(body["group_ids"])
+        self.groups.withdraw(body["group_ids"])
 
     def _formed(self, body: dict[str, Any]) -> None:
-        # Ledgers of release 0.1.0 do not have this term, and their unchecked groups were not held.
-        share, unchecked = self.terms.get("max_unchecked_share"), 0
-        for group in body["group_ids"]:
-            lease = self._lease(group.rpartition("-")[0])
-            if group in self.trained or lease.end != "accepted":
-                raise self._corrupt(f"group {group} is trained on twice, or was not accepted")
-            if lease.num_prompts and int(group.rpartition("-")[2]) >= lease.num_prompts:
-                raise self._corrupt(
-                    f"group {group} is trained on, but its lease has {lease.num_prompts} prompts"
-                )
-            if lease.checks != "full":
-                unchecked += 1
-                if share is not None and group not in self.released:
-                    raise self._corrupt(
-                        f"group {group} is trained on without a full check of its node after it"
-                    )
-            self.trained.add(group)
-        most = len(body["group_ids"]) * (1.0 if share is None else share)
-        if unchecked > most + 1e-9:
-            raise self._corrupt(f"the batch has {unchecked} unchecked groups, at most {most:g} are allowed")
+        self.groups.form(body, self.terms.get("max_unchecked_share"), self.max_lag)
+
+    def _evaluated(self, body: dict[str, Any]) -> None:
+        self.groups.complete_evaluation(body)
 
     # -- shared by those methods ------------------------------------------------------------------------
 
@@ -418,21 +425,14 @@ class ReplayedLedger:
             raise self._corrupt(f"lease {lease_id} ends as {how}, but it ended before as {lease.end}")
         lease.end = how
 
-    def _check_draws(self) -> None:
-        """Checks the draws whose secrets are revealed, and keeps the others."""
-        unchecked = []
-        for draw in self.unchecked_draws:
-            sha256 = self._lease(draw.lease_id).sha256
-            if draw.epoch not in self.secrets or sha256 is None:
-                unchecked.append(draw)
-            # The opposite is allowed: a node that lost its trust after the draw gets every check.
-            elif draw.checks != "full" and gets_every_check(
-                self.secrets[draw.epoch], draw.lease_id, sha256, draw.rate
-            ):
-                raise self._corrupt(
-                    f"the draw gave lease {draw.lease_id} every check, the ledger says {draw.checks}"
-                )
-        self.unchecked_draws = unchecked
+    def _held_since_s(self, standing: NodeStanding) -> float:
+        return held_since_s(standing.trust, standing.since_s, self.time_s, self.terms["hold_s"])
+
+    def _check_revoked(self) -> None:
+        if self.to_be_revoked:
+            raise self._corrupt(
+                f"the rejection of lease {self.to_be_revoked} does not revoke the credit given on trust"
+            )
 
     def _node(self, key: str) -> ReplayedNode:
         if key not in self.nodes:
@@ -444,6 +444,15 @@ class ReplayedLedger:
             raise self._corrupt(f"lease {lease_id[:32]} was never issued")
         return self.leases[lease_id]
 
+    def _lease_of(self, body: dict[str, Any]) -> ReplayedLease:
+        """Returns the lease that an event is about. The event must name its node: another one would be credited or blamed."""
+        lease = self._lease(body["lease_id"])
+        if body.get("node", lease.node) != lease.node:
+            raise self._corrupt(
+                f"lease {body['lease_id']} was issued to another node than {body['node'][:16]}"
+            )
+        return lease
+
     def _corrupt(self, reason: str) -> CorruptData:
         return CorruptData(f"ledger event {self.seq}: {reason}")
 
@@ -454,6 +463,7 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "session.opened": ReplayedLedger._session,
     "epoch.committed": ReplayedLedger._committed,
     "epoch.revealed": ReplayedLedger._revealed,
+    "policy.published": ReplayedLedger._published,
     "lease.issued": ReplayedLedger._issued,
     "submission.received": ReplayedLedger._received,
     "lease.void": ReplayedLedger._voided,
@@ -464,6 +474,8 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "group.released": ReplayedLedger._released,
     "group.withdrawn": ReplayedLedger._withdrawn,
     "batch.formed": ReplayedLedger._formed,
+    "evaluation.completed": ReplayedLedger._evaluated,
+    "run.finished": ReplayedLedger._finished,
 }
 
 
@@ -484,5 +496,5 @@ def replay(events: Iterable[LedgerEvent]) -> ReplayedLedger:
 def seed_of(replayed: ReplayedLedger, lease_id: str) -> str | None:
     """Returns the seed that a lease must have had; None while its epoch's secret is not revealed."""
     lease = replayed.leases[lease_id]
-    secret = replayed.secrets.get(lease.epoch)
+    secret = replayed.secrets.revealed.get(lease.epoch)
     return None if secret is None else lease_seed(secret, lease.unit, lease.node)

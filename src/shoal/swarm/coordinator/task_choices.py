@@ -6,7 +6,6 @@ rewards are kept in their order, and checked after the last event.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shoal.swarm.coordinator.rules.difficulty import choose_attempts, next_rate, problem_numbers
 from shoal.wire.seeded_draw import choose_task
@@ -21,8 +20,14 @@ class ReplayedLease:
     unit: str
     purpose: str = "train"
     received_seq: int = 0
-    policy_version: int = -1
     """Number of the event `submission.received`."""
+    policy_version: int = -1
+    versions: tuple[int, ...] = ()
+    """The leased versions; empty in ledgers that do not have them."""
+    chunk: int = 0
+    """The part of the held-out set that an eval lease covers."""
+    rewards: list[float] = field(default_factory=list)
+    """The rewards of its rows, once it is accepted."""
     end: str | None = None
     """`accepted`, `rejected`, `void` or `revoked`; None while it is open."""
     sha256: str | None = None
@@ -41,15 +46,6 @@ class ReplayedLease:
     num_prompts: int = 0
     """0 in ledgers that do not have it."""
     samples: int = 0
-
-
-class RecordedDraw(NamedTuple):
-    """The draw that a verdict claims. It can be checked once the epoch's secret is revealed."""
-
-    lease_id: str
-    epoch: int
-    rate: float
-    checks: str
 
 
 @dataclass

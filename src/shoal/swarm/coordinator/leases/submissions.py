@@ -107,6 +107,8 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
 
 def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Submit) -> Sealed[Receipt]:
     what = {"sha256": ask.sha256, "num_bytes": ask.num_bytes, "policy_version": ask.policy_version}
+    # Before the receipt: an operator that committed to the secret of the draw after it could choose the draw.
+    drawn = _draw_checks(tx, coordinator, lease, ask.sha256)
     seq = tx.record("submission.received", lease_id=lease.lease_id, node=lease.node, **what)
     receipt = Receipt(
         lease_id=lease.lease_id,
@@ -127,7 +129,7 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
         seq=seq,
         receipt=sealed.model_dump_json(),
         lapsed_claims=0,
-        **_draw_checks(tx, coordinator, lease, ask.sha256),
+        **drawn,
     )
     move(tx, lease, LeaseEvent.SUBMIT)
     return sealed
