@@ -203,6 +203,30 @@ def test_an_owner_revokes_a_key(tmp_path: Path) -> None:
     swarm.close()
 
 
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_revoking_a_key_does_not_save_its_submission_from_the_verdict(
+    tmp_path: Path, is_claimed: bool
+) -> None:
+    swarm = open_swarm(tmp_path, admission="stake", stake_per_lease=5)
+    owner, node = Key.generate(), swarm.stranger()
+    order(swarm, "stake", owner.public, amount=12)
+    enter(node, delegation=delegate(owner, node.id, now_s=time.time()))
+    lie = node.deliver()
+    if is_claimed:
+        swarm.claim()
+    client = signed_client(swarm.url, owner, swarm.transport())
+    client.call("POST", "/v1/keys/revoke", RevokeKey(node=node.id, reason="it is checked"), Recorded)
+    client.close()
+    if not is_claimed:
+        assert swarm.claim().lease == lie
+    assert swarm.verdict(lie, "reject.forged_proof").code == "reject.forged_proof"
+    [slashed] = swarm.events("stake.slashed")
+    assert (slashed.body["account"], slashed.body["left"]) == (owner.public, 7)
+    assert swarm.stats().nodes[0].trust == "quarantined"
+    replay(swarm.ledger())
+    swarm.close()
+
+
 @pytest.mark.parametrize(
     ("now_s", "node", "words"),
     [

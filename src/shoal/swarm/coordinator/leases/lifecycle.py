@@ -1,5 +1,6 @@
 """How leases end: by a verdict, by expiry, because the node gave them back, or because their version is too old."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Row, and_, or_, select, update
@@ -147,9 +148,17 @@ def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Aband
     return status(find_lease(tx.db, lease_id))
 
 
-def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, detail: str) -> None:
-    """Voids every open lease of a node that gets no more leases, and ends its debts."""
-    rows = tx.db.execute(select(leases).where(leases.c.node == node, leases.c.state.in_(OPEN))).all()
+def void_all(
+    tx: Transaction,
+    coordinator: Coordinator,
+    node: str,
+    code: str,
+    detail: str,
+    *,
+    states: Sequence[LeaseState] = OPEN,
+) -> None:
+    """Voids every lease in one of `states` of a node that gets no more leases, and ends its debts."""
+    rows = tx.db.execute(select(leases).where(leases.c.node == node, leases.c.state.in_(states))).all()
     for lease in rows:
         void(tx, coordinator, lease, code, detail)
     epochs.end_debts_of(tx, node)

@@ -10,7 +10,7 @@ from shoal.swarm.coordinator.leases import batches, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.membership import admission, revocation
 from shoal.swarm.coordinator.membership.nodes import change_standing, get_node
-from shoal.swarm.coordinator.rules.lease_states import TERMINAL
+from shoal.swarm.coordinator.rules.lease_states import AWAITED, TERMINAL
 from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import nodes, revoked_keys, run
 from shoal.wire.codes import Rejected
@@ -117,7 +117,11 @@ def _key(order: AdminOrder) -> str:
 
 
 def revoke_key(tx: Transaction, coordinator: Coordinator, ask: RevokeKey) -> Recorded:
-    """Revokes a node's key for its owner, for example after a theft. Open leases become void; the owner keeps the credit."""
+    """Revokes a node's key for its owner, for example after a theft. The owner keeps the credit.
+
+    Leases without a submission become void. Submissions are judged as always: an owner could otherwise revoke the key when a false
+    one is being checked, and keep its stake and all credit that was given on trust.
+    """
     owner = tx.db.execute(select(nodes.c.owner).where(nodes.c.node == ask.node)).scalar_one_or_none()
     if owner != tx.actor:
         raise Rejected("request.not_yours", f"key {ask.node[:16]} was not delegated by {tx.actor[:16]}")
@@ -125,5 +129,6 @@ def revoke_key(tx: Transaction, coordinator: Coordinator, ask: RevokeKey) -> Rec
         raise Rejected("request.conflict", f"key {ask.node[:16]} is revoked already")
     tx.write(insert(revoked_keys).values(node=ask.node, reason=ask.reason, revoked_at_s=tx.now_s))
     seq = tx.record("key.revoked", node=ask.node, owner=tx.actor, reason=ask.reason)
-    lifecycle.void_all(tx, coordinator, ask.node, "void.abandoned", "its owner revoked the node's key")
+    detail = "its owner revoked the node's key"
+    lifecycle.void_all(tx, coordinator, ask.node, "void.abandoned", detail, states=AWAITED)
     return Recorded(seq=seq)
