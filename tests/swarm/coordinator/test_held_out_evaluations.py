@@ -8,6 +8,7 @@ from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.leases.evaluations import cut, is_due
 from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, AskLease, LeaseStatus
@@ -235,6 +236,19 @@ def test_a_chunk_is_leased_to_a_second_node_and_the_first_accepted_counts(evalua
     evaluated.claim()
     assert evaluated.verdict(kept[0], rewards=(0.0,) * lease.num_rows).state == "accepted"
     assert [(view.rollouts, view.reward_mean) for view in evaluated.stats().evaluations] == [(6, 1.0)]
+
+
+def test_keys_with_little_work_behind_them_keep_no_chunk_from_who_does_the_work(
+    evaluated: SmallSwarm,
+) -> None:
+    """One accepted submission costs little: many such keys could otherwise take a chunk in turn, and the run would not end."""
+    evaluated.start()
+    worker, equal = evaluated.proven_node(), evaluated.proven_node()
+    with evaluated.coordinator.transaction() as tx:
+        tx.update(NODES, worker.id, accepted=8)
+    assert [evaluated.proven_node().lease().chunk for _ in range(3)] == [0, 1, 2]
+    assert equal.lease().purpose == "train"
+    assert [worker.lease().chunk, evaluated.stats().evaluations] == [0, ()]
 
 
 def test_a_node_that_gave_held_out_work_back_waits_for_others(evaluated: SmallSwarm) -> None:

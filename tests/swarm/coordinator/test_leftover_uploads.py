@@ -14,7 +14,8 @@ from small_swarm import Node, SmallSwarm, refusal
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.housekeeping import tidy
 from shoal.swarm.coordinator.http.upload_receiver import UPLOADS_AT_ONCE
-from shoal.swarm.coordinator.leases.lifecycle import REJECTED_KEPT_S
+from shoal.swarm.coordinator.leases import lifecycle
+from shoal.swarm.coordinator.leases.lifecycle import APPEALED_KEPT_S, REJECTED_KEPT_S
 from shoal.swarm.coordinator.leases.uploads import find_expected, find_submitted, mark_stored
 from shoal.swarm.coordinator.leases.verdicts import stored_claim
 from shoal.swarm.coordinator.membership.revocation import decide
@@ -196,6 +197,41 @@ def test_rejected_files_are_kept_for_an_appeal(swarm: SmallSwarm) -> None:
         decide(tx, swarm.coordinator, appealed.lease_id, upheld=False, reason="it did")
     tidy(swarm.coordinator)
     assert stored_files(swarm) == []
+
+
+def appeal(node: Node, lease: Lease) -> None:
+    node.client.call("POST", f"/v1/leases/{lease.lease_id}/appeal", Appeal(text="I did it"), Recorded)
+
+
+def test_an_appeal_that_nobody_decides_does_not_keep_a_file_for_ever(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    appeal(node, swarm.work(node, "reject.wrong_computation"))
+    swarm.clock.ahead_s += APPEALED_KEPT_S - 60
+    tidy(swarm.coordinator)
+    assert len(stored_files(swarm)) == 1
+    swarm.clock.ahead_s += 120
+    tidy(swarm.coordinator)
+    assert stored_files(swarm) == []
+
+
+def test_junk_under_appeal_has_bounded_size(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and appeals are free. The file of a node with accepted work is kept longer than those of new keys."""
+    monkeypatch.setattr(lifecycle, "REJECTED_BYTES", 2500)
+    swarm.start()
+    honest, files = swarm.proven_node(), {}
+    for name, node in (("honest", honest), *((f"junk {count}", swarm.node()) for count in range(4))):
+        lease = node.deliver(data=os.urandom(1000))
+        swarm.verdict(swarm.claim().lease, "reject.wrong_computation")
+        appeal(node, lease)
+        files[name] = lease.lease_id
+    tidy(swarm.coordinator)
+    assert len(stored_files(swarm)) == 2
+    with swarm.coordinator.database.read() as db:
+        stored_claim(db, files["honest"])
+        stored_claim(db, files["junk 3"])
+        with pytest.raises(Rejected, match="is deleted"):
+            stored_claim(db, files["junk 2"])
 
 
 def test_junk_submitted_as_stale_work_is_deleted(swarm: SmallSwarm) -> None:

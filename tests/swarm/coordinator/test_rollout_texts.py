@@ -11,7 +11,7 @@ from small_swarm import CONFIG, SPEC, Node, SmallSwarm
 from shoal.swarm.coordinator.housekeeping import tidy
 from shoal.swarm.coordinator.leases import transcripts
 from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import LeaseStatus
+from shoal.wire.messages import LeaseStatus, ProblemDetails
 from shoal.wire.page_data import RolloutPage
 from shoal.wire.transcript import GroupText, SampleText, Transcript
 
@@ -168,3 +168,10 @@ def test_older_versions_are_thinned_out(swarm: SmallSwarm, monkeypatch: pytest.M
         transcripts.prune(tx, 0)
     assert ask(swarm).groups == ()
     tidy(swarm.coordinator)
+
+
+@pytest.mark.parametrize("name", ["task", "node", "search"])
+def test_a_query_with_a_nul_character_is_malformed(swarm: SmallSwarm, name: str) -> None:
+    """PostgreSQL cannot store it, so the question would fail there."""
+    answer = swarm.public.get(f"/v1/rollouts?{name}=a%00b")
+    assert ProblemDetails.parse(answer.content).code == "request.malformed"

@@ -132,3 +132,17 @@ def test_a_node_without_a_session_was_never_seen(swarm: SmallSwarm) -> None:
 
 def view_of(swarm: SmallSwarm, node: str) -> NodeView:
     return NodeView.parse(swarm.public.get(f"/v1/nodes/{node}").content)
+
+
+def test_new_keys_that_come_and_go_write_nothing_to_the_ledger(swarm: SmallSwarm) -> None:
+    swarm.start()
+    new, proven = swarm.node(), swarm.proven_node()
+    before = len(swarm.ledger())
+    for ahead_s in (130, 260):
+        swarm.clock.ahead_s = ahead_s
+        swarm.tick()
+        assert {view_of(swarm, node.id).liveness for node in (new, proven)} == {"offline"}
+        for node in (new, proven):
+            node.beat()
+    found = [(event.type, event.body["node"]) for event in swarm.ledger()[before:]]
+    assert found == 2 * [("node.offline", proven.id), ("node.live", proven.id)]

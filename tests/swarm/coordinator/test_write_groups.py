@@ -144,7 +144,9 @@ def test_a_refusal_is_counted_once_if_its_group_is_redone(swarm: SmallSwarm) -> 
     """Backpressure lives in memory, so a rollback does not undo it: it must change after the commit."""
     node, coordinator = swarm.node(), swarm.coordinator
     requests = Requests(coordinator.database)
-    coordinator.backpressure._began_s = coordinator.clock()  # so that this refusal does not end a window
+    coordinator.backpressure.others.began_s = (
+        coordinator.clock()
+    )  # so that this refusal does not end a window
 
     def ask(group: WriteGroup) -> None:
         with coordinator.transaction(node.id, group=group) as tx:
@@ -155,7 +157,7 @@ def test_a_refusal_is_counted_once_if_its_group_is_redone(swarm: SmallSwarm) -> 
     results = requests.together(ask, partial(requests.write, nonce="b", then=late))
     assert [result.code for result in results] == ["request.too_early", "request.conflict"]
     assert requests.executed == 2  # the group was redone
-    assert coordinator.backpressure._refusals == 1
+    assert coordinator.backpressure.others.refusals == 1
 
 
 def test_domain_code_writes_through_the_transaction() -> None:

@@ -280,7 +280,7 @@ def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> 
     held_out = request.query_params.get("held_out", "") not in ("", "0")
     if held_out and not coordinator.config.show_held_out and not is_finished(db, coordinator.spec):
         return RolloutPage(groups=(), next=None, withheld=WITHHELD)
-    texts = {name: request.query_params.get(name, "")[:MAX_QUERY_TEXT] for name in ("task", "node", "search")}
+    texts = {name: _text(request, name) for name in ("task", "node", "search")}
     return transcripts.read_rollouts(
         db,
         transcripts.RolloutQuery(
@@ -292,6 +292,13 @@ def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> 
             **texts,
         ),
     )
+
+
+def _text(request: Request, name: str) -> str:
+    text = request.query_params.get(name, "")
+    if "\0" in text:  # PostgreSQL cannot compare with it
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} contains a NUL character")
+    return text[:MAX_QUERY_TEXT]
 
 
 def _number_or_none(request: Request, name: str) -> int | None:

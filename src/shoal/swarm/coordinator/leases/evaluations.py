@@ -3,8 +3,8 @@
 An evaluation is cut into chunks. Each chunk is one lease, pinned to the version, and is leased again until one is accepted.
 
 Chunks go to nodes with accepted work. A chunk that a node has held for a while is leased to another node too; the first accepted
-submission counts. So a node that takes chunks and keeps them delays the evaluation only a little, and a key that has not delivered
-anything does not delay it at all. Without training work left, nodes without accepted work get chunks too, but what they hold does
+submission counts. So a node that takes chunks and keeps them delays the evaluation only a little, and a key that has delivered
+nothing, or much less than the node that asks, does not delay it at all. Without training work left, nodes without accepted work get chunks too, but what they hold does
 not keep a chunk from others.
 
 A node that gets a chunk again gets the same seed. It could otherwise provoke void verdicts until it likes the answers.
@@ -62,6 +62,8 @@ class EvalAsker:
 
     node: str
     proven: bool
+    record: int
+    """Accepted submissions from which the leases of other nodes keep a chunk from a proven one."""
     now_s: float
     lease_s: float
 
@@ -123,10 +125,10 @@ def voided_unit(db: Connection, node: str, version: int, task: str, chunk: int) 
 
 
 def _holders(db: Connection, asker: EvalAsker, version: int, task: str) -> dict[int, list[tuple[str, float]]]:
-    """Returns who holds a lease of each chunk, and since when. A proven node does not wait for nodes without accepted work."""
+    """Returns who holds a lease of each chunk, and since when. A proven node does not wait for nodes with much less accepted work."""
     holders: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for row in _HOLDERS.rows(db, number=version, label=task):
-        if row.accepted > 0 or not asker.proven or row.node == asker.node:
+        if row.accepted >= max(1, asker.record) or not asker.proven or row.node == asker.node:
             holders[row.chunk].append((row.node, row.issued_at_s))
     return holders
 

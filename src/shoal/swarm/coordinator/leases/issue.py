@@ -137,10 +137,14 @@ def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
     Only nodes with an accepted submission keep a place in the queue; otherwise new keys, which cost nothing, could block it.
     """
     backpressure, now_s, least_s = coordinator.backpressure, tx.now_s, coordinator.config.retry_s
-    wait_s = backpressure.wait_s(least_s=least_s, spread=random.uniform(*SPREAD))
-    tx.after_commit(lambda: backpressure.count_refusal(now_s, least_s=least_s))
-    if is_proven(node):
-        tx.after_commit(lambda: backpressure.keep_place(node.node, now_s, wait_s, node.accepted))
+    proven = is_proven(node)
+    wait_s = backpressure.wait_s(proven=proven, least_s=least_s, spread=random.uniform(*SPREAD))
+    if proven:
+        tx.after_commit(
+            lambda: backpressure.keep_place(node.node, now_s, wait_s, accepted=node.accepted, least_s=least_s)
+        )
+    else:
+        tx.after_commit(lambda: backpressure.count_newcomer(now_s, least_s=least_s))
     return wait_s
 
 
@@ -222,7 +226,7 @@ def _planning_inputs(
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
-    record = min(RECORD, int(RECORD_SHARE * node.accepted))
+    record = _record(node)
     coming, hoped = groups_in_flight(tx.db, oldest, tx.now_s, record)
     return PlanningInputs(
         newest_version=newest,
@@ -243,9 +247,18 @@ def _planning_inputs(
     )
 
 
+def _record(node: Row[Any]) -> int:
+    """Returns the accepted submissions that other nodes must have for this node to wait for their work."""
+    return min(RECORD, int(RECORD_SHARE * node.accepted))
+
+
 def _next_chunk(tx: Transaction, coordinator: Coordinator, node: Row[Any], newest: int) -> EvalChunk | None:
     asker = evaluations.EvalAsker(
-        node=node.node, proven=is_proven(node), now_s=tx.now_s, lease_s=coordinator.config.lease_s
+        node=node.node,
+        proven=is_proven(node),
+        record=_record(node),
+        now_s=tx.now_s,
+        lease_s=coordinator.config.lease_s,
     )
     spec = coordinator.spec
     return evaluations.next_chunk(

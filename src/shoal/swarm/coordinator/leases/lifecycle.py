@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, and_, or_, select, update
+from sqlalchemy import Row, Select, and_, func, or_, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.leases import epochs
@@ -39,7 +39,11 @@ could otherwise get another seed by choosing how its lease ends."""
 UNREADABLE = ("reject.malformed_file", "reject.oversized_table")
 """Codes of rejections whose files are deleted at once: no appeal or audit can learn more from them."""
 REJECTED_KEPT_S = 24 * 3600.0
-"""How long other rejected files are kept for an appeal or an audit; longer while an appeal is not decided."""
+"""How long other rejected files are kept for an appeal or an audit."""
+APPEALED_KEPT_S = 30 * 24 * 3600.0
+"""How long they are kept while an appeal is not decided."""
+REJECTED_BYTES = 2 << 30
+"""Most bytes of rejected files that are kept. An appeal costs nothing, so files under appeal count too."""
 _DELETED_AT_ONCE = 1000
 """Rejected files that one round of housekeeping deletes: a longer transaction would delay the nodes' requests."""
 
@@ -89,21 +93,35 @@ def _delete_file(tx: Transaction, coordinator: Coordinator, lease_id: str) -> No
 
 
 def delete_rejected(tx: Transaction, coordinator: Coordinator) -> None:
-    """Deletes the files of old rejections that are not under appeal. Housekeeping calls it once a minute."""
+    """Deletes the files of old rejections, and others while all together are too large. Housekeeping calls it once a minute.
+
+    Of those that are too many, files of nodes with the least accepted work are deleted first: new keys are free, and must not
+    be able to delete what an honest node appeals with.
+    """
     undecided = select(appeals.c.lease_id).where(appeals.c.upheld.is_(None))
-    old = (
-        select(leases.c.lease_id)
+    kept = (
+        select(leases.c.lease_id, uploads.c.num_bytes)
         .join(uploads, uploads.c.lease_id == leases.c.lease_id)
-        .where(
-            leases.c.state == LeaseState.REJECTED.value,
-            leases.c.ended_at_s < tx.now_s - REJECTED_KEPT_S,
-            uploads.c.stored_at_s.is_not(None),
-            leases.c.lease_id.not_in(undecided),
-        )
-        .limit(_DELETED_AT_ONCE)
+        .join(nodes, nodes.c.node == leases.c.node)
+        .where(leases.c.state == LeaseState.REJECTED.value, uploads.c.stored_at_s.is_not(None))
     )
-    for lease_id in tx.db.execute(old).scalars().all():
-        _delete_file(tx, coordinator, lease_id)
+    is_old = or_(
+        leases.c.ended_at_s < tx.now_s - APPEALED_KEPT_S,
+        and_(leases.c.ended_at_s < tx.now_s - REJECTED_KEPT_S, leases.c.lease_id.not_in(undecided)),
+    )
+    for row in tx.db.execute(kept.where(is_old).limit(_DELETED_AT_ONCE)).all():
+        _delete_file(tx, coordinator, row.lease_id)
+    rest = kept.order_by(nodes.c.accepted, leases.c.ended_at_s, leases.c.lease_id)
+    surplus = _sum_bytes(tx, kept) - REJECTED_BYTES
+    for row in tx.db.execute(rest.limit(_DELETED_AT_ONCE)).all() if surplus > 0 else ():
+        if surplus > 0:
+            _delete_file(tx, coordinator, row.lease_id)
+            surplus -= row.num_bytes
+
+
+def _sum_bytes(tx: Transaction, files: Select[Any]) -> int:
+    """Returns the sum of the column `num_bytes` of a query."""
+    return int(tx.db.execute(select(func.coalesce(func.sum(files.subquery().c.num_bytes), 0))).scalar_one())
 
 
 def void(

@@ -145,18 +145,20 @@ def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> Hea
 
 
 def _record_return(tx: Transaction) -> None:
-    if not tx.caller().live:
+    # Not of new keys: they are free, and each could write two events to the ledger every two minutes, for ever.
+    if not tx.caller().live and tx.caller().accepted:
         tx.record("node.live", node=tx.actor)
 
 
 def record_offline(tx: Transaction, heartbeat_s: float) -> None:
-    """Records the nodes that went offline since the last call. Housekeeping calls it once a second."""
+    """Records the nodes with accepted work that went offline since the last call. Housekeeping calls it once a second."""
     silent = (nodes.c.live == 1, nodes.c.last_seen_s <= tx.now_s - OFFLINE_AFTER * heartbeat_s)
-    gone = list(tx.db.execute(select(nodes.c.node).where(*silent).order_by(nodes.c.node)).scalars())
+    gone = tx.db.execute(select(nodes.c.node, nodes.c.accepted).where(*silent).order_by(nodes.c.node)).all()
     if gone:
         tx.write(update(nodes).where(*silent).values(live=0))
     for node in gone:
-        tx.record("node.offline", node=node)
+        if node.accepted:
+            tx.record("node.offline", node=node.node)
 
 
 # -- standing ---------------------------------------------------------------------------------------------
