@@ -232,6 +232,13 @@ def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     assert kept.newest() == {"at": 1}
 
 
+def test_what_a_killed_site_left_half_written_is_deleted(tmp_path: Path) -> None:
+    kept = SiteCheckpoints(tmp_path, log=Log("test"))
+    (tmp_path / ".complete.tmp.4711.0123abcd.partial").write_bytes(bytes(1000))
+    newest = kept.save(1, {"at": 1})
+    assert list(tmp_path.iterdir()) == [newest]
+
+
 def test_samples_are_seen_once_per_epoch_in_the_peers_own_order_and_resumable() -> None:
     tokens = np.arange(1 + 50 * 8, dtype=np.uint32)
     samples = Samples(tokens, sequence=8, peer="a", seed=0)

@@ -84,6 +84,15 @@ def test_keeps_the_newest(tmp_path: Path, model: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["v000002", "v000003"]
 
 
+def test_what_a_killed_process_left_half_written_is_deleted(tmp_path: Path, model: Path) -> None:
+    learner, kept = make_learner(model), checkpoints(tmp_path)
+    left = tmp_path / "checkpoints" / ".v000007.partial"
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(bytes(1000))
+    kept.save(learner, None)
+    assert os.listdir(tmp_path / "checkpoints") == ["v000000"]
+
+
 def truncate(path: Path) -> None:
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size // 2)
@@ -280,7 +289,7 @@ def test_shards_on_a_full_disk_raise_an_error_with_the_numbers_and_the_remedy(tm
         kept.begin(2, take, None)
         with pytest.raises(DiskFull, match=r"no space left in .*checkpoints .*MB free\); free some space"):
             kept.finish(60)
-        assert [path.name for path in (disk / "checkpoints").glob("v*")] == ["v000001"]
+        assert os.listdir(disk / "checkpoints") == ["v000001"], "what was half written gives its space back"
         kept.begin(2, partial(take, 1 << 10), None)
         kept.finish(60)
         assert (disk / "checkpoints" / "v000002" / "manifest.json").exists()

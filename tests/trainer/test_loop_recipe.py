@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_coordinator import SmallCoordinator, Stopper
@@ -10,6 +11,8 @@ from test_trainer_loop import site
 
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.loop import run_trainer
+from shoal.trainer.optim.learner import Learner, Minibatch
+from shoal.trainer.reporting.step_figures import StepSums
 
 CONFIG = TrainerConfig(
     learning_rate=1e-3,
@@ -44,6 +47,31 @@ def test_resumed_run_has_the_same_reference(tmp_path: Path, whole: tuple[SmallCo
         coordinator.before_announce = Stopper(stop, 2)
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
         assert (tmp_path / "reference.safetensors").exists()
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+
+
+@pytest.mark.parametrize(("updates", "kept"), [(0, "v000002"), (1, "v000000")])
+def test_a_stop_in_a_step_saves_only_weights_without_its_updates(
+    tmp_path: Path,
+    whole: tuple[SmallCoordinator, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    updates: int,
+    kept: str,
+) -> None:
+    """A checkpoint with some of the updates would make the next process train on the same groups again."""
+    stop, update = threading.Event(), Learner._update
+
+    def stopping(self: Learner, minibatch: Minibatch, index: int, sums: StepSums, stopped: Any) -> float:
+        if self.version == 2 and index == updates:
+            stop.set()
+        return update(self, minibatch, index, sums, stopped)
+
+    with SmallCoordinator(last_version=6).serving() as coordinator:
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, "_update", stopping)
+            run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
 

@@ -167,7 +167,6 @@ class _TrainerRun:
         self._exposed = ExposedTime()
         self._announced = -1
         """The newest version that this process has announced."""
-        self._in_step = False
         self._newest_report: StepReport | None = None
         """The report of the newest version, for its checkpoint."""
         self._checkpoint_at_s = time.monotonic() + 60 * config.checkpoint_minutes
@@ -257,11 +256,12 @@ class _TrainerRun:
     def save_on_stop(self) -> None:
         """Writes a checkpoint of the version that was reached.
 
-        Not if the stop came between two updates of a step, or if the version before is not announced: the next process must
-        make that one again first, because versions are announced in order.
+        Not if the stop came between two updates of a step or in a merge, whose update is in the weights already: the next process
+        would train on the batch again. Nor if the version before is not announced: the next process must make that one again first,
+        because versions are announced in order.
         """
-        unchanged = not self._in_step or self._config.optimizer_steps == 1
-        if self._announced >= 0 and unchanged and self._lockstep.learner.version <= self._announced + 1:
+        learner = self._lockstep.learner
+        if self._announced >= 0 and not learner.between_versions and learner.version <= self._announced + 1:
             self._save()
 
     def shutdown(self) -> None:
@@ -282,9 +282,7 @@ class _TrainerRun:
         batch = self._inbox.take(self._lockstep.learner.version)
         wait_s = time.monotonic() - started_s
         before_s = self._exposed.total_s
-        self._in_step = True
         figures = self._lockstep.step(batch)
-        self._in_step = False
         exposed_s = self._exposed.total_s - before_s
         self._wait_for_publication()
         exposed, self._exposed = self._exposed, ExposedTime()

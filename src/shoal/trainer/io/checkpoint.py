@@ -248,15 +248,23 @@ class Checkpoints:
 
     def _write(self, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
         partial_folder, final = self._partial(state.version), self._folder / f"v{state.version:06d}"
-        with explain_full_disk(self._folder, remedy=DISK_REMEDY):
-            if snapshot.saving is None:
-                shutil.rmtree(partial_folder, ignore_errors=True)
-                partial_folder.mkdir()
-            else:
-                snapshot.saving.wait()
-                snapshot.saving.result()
-            check_free_space(self._folder, snapshot.num_bytes)
-            _write_files(partial_folder, snapshot, state)
+        # A process that was killed while it wrote a checkpoint leaves a folder of another version than its successor writes.
+        for unfinished in set(self._folder.glob(".v*.partial")) - {partial_folder}:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            with explain_full_disk(self._folder, remedy=DISK_REMEDY):
+                if snapshot.saving is None:
+                    shutil.rmtree(partial_folder, ignore_errors=True)
+                    partial_folder.mkdir()
+                else:
+                    snapshot.saving.wait()
+                    snapshot.saving.result()
+                check_free_space(self._folder, snapshot.num_bytes)
+                _write_files(partial_folder, snapshot, state)
+        except DiskFull:
+            # The other processes of the run need the space.
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            raise
         # A sound checkpoint of this version would have been resumed from, so what is here is damaged.
         shutil.rmtree(final, ignore_errors=True)
         replace_folder(partial_folder, final)

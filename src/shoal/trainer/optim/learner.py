@@ -96,6 +96,8 @@ class Learner:
         """Set if this trainer is one of several sites; it then makes the updates."""
         self.before_change: Callable[[], None] = lambda: None
         """Called in a step before the weights change for the first time. It waits for those who still read the last version."""
+        self.between_versions = False
+        """Whether the weights have some updates of a step that is not complete; a checkpoint of them would repeat those updates."""
         self._progress = StepProgress(0, 0)
 
     @property
@@ -123,7 +125,7 @@ class Learner:
         num_micros = sum(len(one.micros) for one in minibatches) if self.ranks.leads else 0
         self._progress = StepProgress(self.version + 1, num_micros)
         grad_norms = [self._update(one, index, sums, stop) for index, one in enumerate(minibatches)]
-        self.version += 1
+        self.version, self.between_versions = self.version + 1, False
         return sums.figures(
             self.ranks,
             grad_norm=max(grad_norms),
@@ -149,6 +151,7 @@ class Learner:
             )
         if index == 0:
             self.before_change()
+        self.between_versions = True
         if self.sites is None:
             self.optimizer.step()
         else:
