@@ -18,6 +18,7 @@ from shoal.cli.run.estimate import (
     forward_flops,
     num_adapted,
     num_parameters,
+    rollout_bytes,
 )
 from shoal.cli.run.runfile import load_run_file
 from shoal.model import logprobs
@@ -106,6 +107,19 @@ def test_the_disk_of_every_role_is_announced() -> None:
     adapters = file.model_copy(update={"trainer": file.trainer.model_copy(update={"lora_rank": 16})})
     assert disk_bytes(shape, adapters)["relay"] < 2.1 * weights
     assert num_adapted(shape, 16) == pytest.approx(134e6, rel=0.01)
+
+
+def test_the_announced_disk_grows_with_the_run() -> None:
+    """The trainer's archive has the deltas of all versions, and the coordinator keeps all rollouts."""
+    file, shape = load_run_file(ROOT / "runs" / "intellect-2.toml"), read_shape(ROOT / "runs" / "qwen2-32b")
+    weights = 2 * num_parameters(shape)
+    lean = file.model_copy(update={"trainer": file.trainer.model_copy(update={"archive": False})})
+    archive = disk_bytes(shape, file)["trainer"] - disk_bytes(shape, lean)["trainer"]
+    assert archive == pytest.approx(weights + (300 - 13) * weights / 20)
+    # 300 versions of 4,096 answers of 6,000 tokens.
+    assert rollout_bytes(file) == pytest.approx(300 * 4096 * 6000 * 14)
+    shown = estimates(file)
+    assert shown["disk of the coordinator, at least"].startswith("103.2 GB of accepted rollouts")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ LINK_BITS_PER_S = 590e6
 """Bandwidth from relays to a worker that the INTELLECT-2 report measured."""
 WEIGHTS_PER_DELTA = 20
 """The weights have about this many times the bytes of a delta."""
+STORED_TOKEN_BYTES = 14
+"""Bytes of an output token in a submission: id and log-prob, compressed, and its share of a proof (measured 13 to 17)."""
 H100_FLOPS = 989e12
 MFU = 0.4
 
@@ -68,6 +70,7 @@ def estimates(file: RunFile) -> dict[str, str]:
         },
         "memory of a trainer on a CPU": _bytes(device_bytes(shape, file, on_cpu=True)),
         **{f"disk of a {role}, at most about": _bytes(size) for role, size in disk_bytes(shape, file).items()},
+        "disk of the coordinator, at least": f"{_bytes(rollout_bytes(file))} of accepted rollouts, all of which are kept",
     }  # fmt: skip
 
 
@@ -173,19 +176,33 @@ def disk_bytes(shape: Shape, file: RunFile) -> dict[str, float]:
     adapted = num_adapted(shape, trainer.lora_rank)
     state = trainer_memory(weights / 2, trainer, num_adapted=adapted)
     if trainer.lora_rank and not trainer.supervised_steps:
-        whole, deltas = 2 * weights, 2.0 * run.keep_versions * adapted
+        whole, delta, num_deltas = 2 * weights, 2.0 * adapted, run.keep_versions
     else:
         whole = (2 + run.keep_versions // shardcast.snapshot_every) * weights
-        deltas = (run.keep_versions + shardcast.snapshot_every) * weights / WEIGHTS_PER_DELTA
+        delta, num_deltas = weights / WEIGHTS_PER_DELTA, run.keep_versions + shardcast.snapshot_every
+    deltas = num_deltas * delta
+    # The archive has version 0 whole, and the deltas of all versions; those that are still served are hard links.
+    archive = weights + max(0, run.last_version - num_deltas) * delta if trainer.archive else 0
     kept = 4 * weights / 2 if trainer.kl else 0
     # A node keeps the versions that a lease may name, one more, and the one that it is building.
     node = (run.max_lag + 4) * weights
     return {
-        "trainer": weights + (trainer.keep_checkpoints + 1) * state.checkpoint + whole + deltas + kept,
+        "trainer": weights
+        + (trainer.keep_checkpoints + 1) * state.checkpoint
+        + whole
+        + deltas
+        + archive
+        + kept,
         "relay": whole + deltas,
         "worker": node,
         "validator": node,
     }
+
+
+def rollout_bytes(file: RunFile) -> float:
+    """Returns the bytes of all rollouts that a run trains on. The coordinator keeps them, for restarts of the trainer and audits."""
+    rollouts = file.run.last_version * file.coordinator.groups_per_step * file.sampling.samples_per_prompt
+    return float(rollouts * answer_tokens(file) * STORED_TOKEN_BYTES)
 
 
 def _layer_parameters(shape: Shape) -> int:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shoal.cli.run.estimate import num_adapted, num_parameters
+from shoal.cli.run.estimate import num_adapted, num_parameters, rollout_bytes
 from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
 from shoal.tasks.datasets.hub_files import with_hub_files
@@ -217,6 +217,7 @@ def disk_needed(file: RunFile, weights: float) -> tuple[float, float]:
     whole = 2 + -(-file.run.keep_versions // file.shardcast.snapshot_every)
     trainer = checkpoints + weights * (whole + 2) + (2 * weights if file.trainer.kl else 0)
     others = weights * (KEPT_VERSIONS * (workers + file.local.validators) + whole * file.local.relays)
+    others += rollout_bytes(file)
     versions = file.run.last_version if file.trainer.archive else file.run.keep_versions
     return trainer + others + versions * USUAL_DELTA * weights, trainer + others + versions * weights
 
