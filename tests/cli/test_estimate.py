@@ -79,6 +79,15 @@ def test_the_reports_two_runs(
     assert file.task[0].budgets == budgets and file.sampling.max_new_tokens == longest
     assert file.run.last_version == versions
     assert file.trainer.decay_steps == versions * file.trainer.optimizer_steps, "the cosine ends with the run"
+    trainer, recipe = file.trainer, file.trainer.recipe
+    assert (file.run.max_lag, file.run.keep_versions, file.task[0].budget_alpha) == (2, 5, 0.0003)
+    assert (file.coordinator.groups_per_step, file.sampling.samples_per_prompt) == (256, 16)
+    assert (trainer.optimizer_steps, trainer.row_tokens, trainer.rows_per_micro_batch) == (8, 32768, 1)
+    assert (file.sampling.temperature, trainer.learning_rate, trainer.warmup_steps) == (0.6, 3e-7, 25)
+    assert (trainer.betas, trainer.weight_decay, trainer.clip_norm) == ((0.9, 0.99), 0.01, 0.1)
+    assert (recipe.eps, recipe.eps_high, recipe.delta, recipe.advantage) == (0.2, 0.2, 4.0, "std")
+    assert (recipe.normalisation, trainer.kl, trainer.entropy_bonus) == ("sequence", 0.001, 1e-4)
+    assert (trainer.behaviour, trainer.compute_dtype, trainer.compile) == ("recompute", "bfloat16", False)
     assert estimates(file)["parameters"] == "32.76 billion"
 
 

@@ -29,6 +29,13 @@ def test_adapters_of_32_billion_parameters_fit_on_one_h200() -> None:
     assert trainer_memory(32.8e9, TrainerConfig(), ranks=8).device == pytest.approx(16 * 32.8e9 / 8)
 
 
+def test_the_reference_of_the_kl_term_is_counted_in_host_memory() -> None:
+    """6 bytes per parameter beside the optimizer: the published file, and version 0's weights on all ranks together."""
+    found = trainer_memory(1e9, TrainerConfig(kl=0.001), ranks=8)
+    assert found.published + 8 * found.reference == pytest.approx(6e9)
+    assert trainer_memory(1e9, TrainerConfig()).reference == 0
+
+
 def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

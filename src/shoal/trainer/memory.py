@@ -2,6 +2,7 @@
 
     each rank, on its device    weights, gradients, AdamW's moments: divided among the ranks; without several ranks a bfloat16 copy
     rank 0, in host memory      the published file (2 bytes per parameter); while a checkpoint is copied, weights and moments again
+    each rank, in host memory   with a KL term version 0's weights in float32: divided among the ranks
 
 Activations come on top (cli.run.estimate knows the model's shape). On a CPU both are the same memory.
 """
@@ -26,6 +27,8 @@ class TrainerMemory:
     """Host memory of rank 0: the published file."""
     checkpoint: float
     """Host memory while a checkpoint is copied and written."""
+    reference: float
+    """Host memory of each rank: its part of version 0's weights, for the KL term."""
 
     @property
     def device(self) -> float:
@@ -47,6 +50,7 @@ def trainer_memory(
         moments=moments * trained / ranks,
         published=2 * num_parameters,
         checkpoint=trained * (4 + (moments if ranks == 1 else 8)) / ranks,
+        reference=4 * trained / ranks if config.kl else 0.0,
     )
 
 
@@ -58,7 +62,10 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
     num_parameters = sum(path.stat().st_size for path in model_folder.glob("*.safetensors")) / 2
     memory = trainer_memory(num_parameters, config, ranks=ranks)
     on_cpu = device.partition(":")[0] == "cpu"
-    needs = {"host": memory.published + (memory.device * ranks if on_cpu else 0)}
+    needs = {
+        "host": memory.published
+        + ((memory.device + memory.reference) * ranks if on_cpu else memory.reference)
+    }
     if not on_cpu:
         needs[device] = memory.device
     for place, needed in needs.items():
@@ -67,7 +74,8 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
             raise ValueError(
                 f"{model_folder.name}: {num_parameters / 1e9:.2f} billion parameters need {needed / 1e9:.1f} GB of memory ({place}): "
                 f"weights {memory.weights / 1e9:.1f}, gradients {memory.gradients / 1e9:.1f}, moments {memory.moments / 1e9:.1f} a rank, "
-                f"published file {memory.published / 1e9:.1f}; {free / 1e9:.1f} GB are free; set trainer.optimizer_states = "
+                f"published file {memory.published / 1e9:.1f}, reference of the KL term {memory.reference / 1e9:.1f}; "
+                f"{free / 1e9:.1f} GB are free; set trainer.optimizer_states = "
                 '"int8", train adapters (trainer.lora_rank), or use more ranks (torchrun)'
             )
 

@@ -145,7 +145,7 @@ def device_bytes(shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = 
         kept = width * tokens * shape.num_layers * (shape.hidden_size + queries) + max(layer_bytes, logits)
     else:
         kept = shape.num_layers * layer_bytes + logits
-    return state.device + gathered + kept + mask
+    return state.device + gathered + kept + mask + (state.reference if on_cpu else 0)
 
 
 def _logits_bytes(shape: Shape, tokens: int, width: int, *, on_cpu: bool) -> int:

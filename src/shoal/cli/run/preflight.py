@@ -253,7 +253,8 @@ def memory_needed(file: RunFile, folder: Path) -> float:
     processes = 2 + file.local.relays + workers + file.local.validators
     adapted = num_adapted(limits, file.trainer.lora_rank) if isinstance(limits, Shape) else 0
     trainer = trainer_memory(parameters, file.trainer, num_adapted=adapted)
-    return trainer.device + trainer.published + parameters * width * copies + PROCESS_BYTES * processes
+    held = trainer.device + trainer.published + trainer.reference
+    return held + parameters * width * copies + PROCESS_BYTES * processes
 
 
 def _check_memory(file: RunFile, folder: Path) -> list[str]:

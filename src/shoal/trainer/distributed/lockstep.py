@@ -10,7 +10,7 @@ Ranks.broadcast and Ranks.receive alone. With a single process nothing is sent, 
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from shoal.trainer.io.weights_diff import Sources, record_event
 from shoal.trainer.memory import check_memory
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight, rounded_adapters
-from shoal.trainer.optim.reference import Reference, Weights, load_reference
+from shoal.trainer.optim.reference import Reference, save_reference
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
@@ -181,10 +181,12 @@ class Lockstep:
         They are read from `path`; at version 0 they are the learner's, and are written there.
         """
         if self._config.kl:
-            own = {} if path.exists() or self.learner.version else self.snapshot().weights
-            weights = load_reference(path, own, self.learner.version)
+            if not path.exists():
+                weights = {} if self.learner.version else self.snapshot().weights
+                save_reference(path, weights, self.learner.version)
+                del weights  # as large as the model
             with self._command(SetReference()):
-                self._set_reference(weights)
+                self._set_reference(path)
 
     def create_sites(self, averager: Averager, *, metrics: Metrics, stop: threading.Event) -> Sites:
         """Creates the merger of this learner's updates with other sites' on every rank. It does not connect yet."""
@@ -384,14 +386,15 @@ class Lockstep:
             for name, parameter in model.named_parameters():
                 self._ranks.scatter(values.pop(name) if self._ranks.leads else None, parameter)
 
-    def _set_reference(self, weights: Weights | None) -> None:
-        """Scatters version 0's weights through the learner's parameters, then restores the learner's own."""
+    def _set_reference(self, path: Path | None) -> None:
+        """Scatters version 0's weights, which rank 0 reads from `path`, through the learner's parameters."""
         self.learner.policy.reshard()
-        own = Reference(self.learner.decoder)
-        for name, parameter in self.learner.trained_parameters().items():
-            self._ranks.scatter(None if weights is None else weights[name].detach(), parameter)
-        self.learner.reference = Reference(self.learner.decoder)
-        own.copy_to(self.learner.decoder)
+        reference = Reference(self.learner.decoder)
+        with nullcontext() if path is None else safe_open(path, framework="pt", device="cpu") as file:
+            for name, parameter in self.learner.trained_parameters().items():
+                self._ranks.scatter(None if file is None else file.get_tensor(name), parameter)
+        reference.swap_with(self.learner.decoder)  # the learner's own weights again
+        self.learner.reference = reference
 
     def _take_snapshot(self, shard_folder: Path | None) -> LearnerSnapshot:
         self._wait_for_shards()  # two checkpoints must not use the same process group at once

@@ -12,19 +12,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.files import restore_disk_error
+from shoal.files import flush_folder, restore_disk_error
 
 Weights = dict[str, Tensor]
 
 
-def load_reference(path: Path, weights: Weights, version: int) -> Weights:
-    """Returns the weights in the file at `path`. At version 0 there is no file yet: writes `weights` there."""
-    if path.exists():
-        return load_file(path)
+def save_reference(path: Path, weights: Weights, version: int) -> None:
+    """Writes version 0's weights to `path`. Raises ValueError if the trainer is at a later version."""
     if version != 0:
         raise ValueError(
             f"no {path}: the KL term needs the weights of version 0, and this trainer is at version {version}; "
@@ -34,8 +32,10 @@ def load_reference(path: Path, weights: Weights, version: int) -> Weights:
     partial = path.with_name(f".{path.name}.partial")
     with restore_disk_error(path, SafetensorError):
         save_file(weights, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # later checkpoints are flushed, and are useless without it
     os.replace(partial, path)
-    return weights
+    flush_folder(path.parent)
 
 
 class Reference:
@@ -51,19 +51,20 @@ class Reference:
         `reshard` frees gathered weights, which would otherwise be used instead of the swapped shards.
         """
         reshard()
-        own = Reference(model)
+        self.swap_with(model)
         try:
-            self.copy_to(model)
             yield
         finally:
             reshard()
-            own.copy_to(model)
+            self.swap_with(model)
 
-    def copy_to(self, model: nn.Module) -> None:
-        """Writes these weights into the model's parameters."""
+    def swap_with(self, model: nn.Module) -> None:
+        """Exchanges these weights and the model's, one tensor at a time: a second copy would double the host memory."""
         with torch.no_grad():
             for name, shard in _shards(model).items():
+                own = shard.to("cpu", copy=True)
                 shard.copy_(self._weights[name])
+                self._weights[name] = own
 
 
 def _shards(model: nn.Module) -> Weights:
