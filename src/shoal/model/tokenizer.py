@@ -67,8 +67,8 @@ class Tokenizer(Protocol):
     """Tokens that end an answer. The end token is part of the answer."""
     vocab_size: int
     """A model draws tokens 0 .. vocab_size-1."""
-    special_texts: frozenset[str]
-    """Texts that are encoded as special tokens, such as `<|im_end|>`."""
+    control_tokens: Mapping[int, str]
+    """Tokens that structure a prompt, such as `<|im_end|>`, and their texts."""
 
     def encode_prompt(self, text: str, *, chat: bool, setting: ChatSetting = PLAIN) -> list[int]:
         """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one.
@@ -121,7 +121,7 @@ class CharTokenizer:
         self.alphabet = alphabet
         self.end_tokens = frozenset({self.EOS})
         self.vocab_size = 3 + len(alphabet)
-        self.special_texts: frozenset[str] = frozenset()
+        self.control_tokens: Mapping[int, str] = {self.PAD: "<pad>", self.BOS: "<bos>", self.EOS: "<eos>"}
         self._ids = {char: 3 + index for index, char in enumerate(alphabet)}
 
     @classmethod
@@ -195,7 +195,7 @@ class FileTokenizer:
             for number, token in self._raw.get_added_tokens_decoder().items()
             if token.special
         }
-        self.special_texts = frozenset(special)
+        self.control_tokens: Mapping[int, str] = self._find_control_tokens()
         self._thought_end = special.get(THOUGHT_END, -1)
         self._end: int = own if own in self.end_tokens else ends[0]
 
@@ -240,6 +240,23 @@ class FileTokenizer:
             self._raw.decode(part, skip_special_tokens=True) for part in (tokens[:place], tokens[place + 1 :])
         )
         return THOUGHT_END.join(parts)
+
+    def _find_control_tokens(self) -> dict[int, str]:
+        """Returns special tokens, end tokens, and added tokens that the chat template writes, with their texts.
+
+        The roles of DeepSeek's template are not marked as special. The token for unknown characters is left out: any text may have it.
+        """
+        found = {
+            number: token.content
+            for number, token in self._raw.get_added_tokens_decoder().items()
+            if token.special or (token.content.strip() and token.content in (self._template or ""))
+        }
+        known = range(self._raw.get_vocab_size())  # config.json may name any number as an end token
+        found |= {
+            number: self._raw.id_to_token(number) or "" for number in self.end_tokens if number in known
+        }
+        unknown = {self._special_tokens.get("unk_token"), getattr(self._raw.model, "unk_token", None)}
+        return {number: text for number, text in found.items() if text not in unknown}
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if (len(text) + 1) * self._growth > MAX_ENCODED_CHARS:

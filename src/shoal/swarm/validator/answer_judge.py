@@ -7,6 +7,7 @@ rewards are compared with a small tolerance, since another processor may round a
 import functools
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,17 +92,28 @@ class JudgeModel:
         reply = reply.rpartition(THOUGHT_END)[2]
         if not reply.strip():
             return "(not judged: the answer is empty)"
-        if special := next((one for one in self._tokenizer.special_texts if one in reply), None):
-            # It would end the user's turn, and what follows would look like the judge's own words.
-            return f"(not judged: the answer contains the judge's special token {special!r})"
-        try:
-            tokens = self._tokenizer.encode_prompt(task.ask_judge(answer.problem, reply), chat=True)
-        except ValueError as error:
-            raise CannotGrade(f"the judge's tokenizer cannot encode its prompt: {error}") from None
+        tokens = self._encode(task.ask_judge(answer.problem, reply))
+        if added := self._control_tokens(tokens) - self._control_tokens(
+            self._encode(task.ask_judge(answer.problem, ""))
+        ):
+            # It would end the user's turn, and what follows would look like the judge's own words. The tokens are compared, not the
+            # texts: a tokenizer may normalize other characters, such as fullwidth ones, to those of a special token.
+            return f"(not judged: the answer contains the judge's special token {next(iter(added))!r})"
         longest = self._model.shape.max_positions - task.judge_tokens
         if len(tokens) > longest:
             return f"(not judged: the prompt has {len(tokens)} tokens, the judge takes {longest})"
         return tokens
+
+    def _encode(self, prompt: str) -> list[int]:
+        try:
+            return self._tokenizer.encode_prompt(prompt, chat=True)
+        except ValueError as error:
+            raise CannotGrade(f"the judge's tokenizer cannot encode its prompt: {error}") from None
+
+    def _control_tokens(self, tokens: Sequence[int]) -> Counter[str]:
+        """Returns how often each special token occurs, by its text."""
+        texts = self._tokenizer.control_tokens
+        return Counter(texts[token] for token in tokens if token in texts)
 
 
 def _load_model(folder: Path, dtype: torch.dtype, device: str) -> Decoder | TransformersModel:
