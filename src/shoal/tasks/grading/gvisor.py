@@ -52,6 +52,8 @@ def container_command(folder: str, python: str, code: Sequence[Path], arguments:
             mounts.append(
                 {"destination": target, "type": "bind", "source": source, "options": ["ro", "rbind"]}
             )
+    empty = {"type": "tmpfs", "source": "tmpfs", "options": ["ro", "size=4k"]}
+    mounts += [empty | {"destination": path} for path in sandbox_child.package_folders()]
     kinds = ("bounding", "effective", "permitted", "inheritable")
     description = {
         "ociVersion": "1.0.0",

@@ -226,6 +226,8 @@ def _bwrap_command(python: str) -> list[str]:
             command += ["--perms", "0755", "--dir", str(folder)]
         link = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+    for path in sandbox_child.package_folders():
+        command += ["--tmpfs", path, "--remount-ro", path]
     for name in _CODE:
         command += ["--ro-bind", str(_CHILD.with_name(name)), f"{gvisor.CODE_FOLDER}/{name}"]
     return [

@@ -45,22 +45,14 @@ READY = b"ready"
 MAX_JOB_BYTES = 1 << 16
 SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of the machine in which a program can write at level `user`."""
+MAX_FILES = 4096
+"""Files and folders in the /tmp of a program. The kernel keeps each in memory, whatever its size."""
 MAX_STRETCH = 3
 """Times `wall_s` after which a program that waits for a processor is given up: the machine is too busy to grade it."""
 WARM = (
-    *(
-        "bisect",
-        "collections",
-        "copy",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-    ),
-    *("itertools", "math", "operator", "random", "re", "statistics", "string", "typing"),
+    *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "heapq", "itertools", "math", "operator", "random", "re", "statistics"),
+    *("string", "typing"),
 )
 """Modules that programs often import, loaded once."""
 
@@ -173,6 +165,8 @@ def _build_root(folder: str, *, strict: bool) -> None:
         os.makedirs(target, exist_ok=True)
         _mount(path, target, None, _MS_BIND | _MS_REC)
         _make_read_only(target, strict=strict)
+    for path in package_folders():
+        _mount("tmpfs", folder + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
     os.makedirs(f"{folder}/tmp")
     _make_read_only(folder, strict=strict)
     os.chroot(folder)
@@ -201,6 +195,14 @@ def needed_folders() -> list[str]:
     found = sorted((path for path in wanted if os.path.exists(path)), key=lambda path: (len(path), path))
     outer = [path for path in found if not os.path.islink(path)]
     return [path for path in found if not any(path.startswith(f"{other}/") for other in outer)]
+
+
+def package_folders() -> list[str]:
+    """Returns the folders of installed packages inside the needed ones. They are hidden: some contain a data set and its tests."""
+    patterns = ("site-packages", "dist-packages", "python3*/site-packages", "python3*/dist-packages")
+    folders = [Path(folder) for folder in needed_folders() if not os.path.islink(folder)]
+    found = [path for folder in folders for one in patterns for path in folder.glob(one)]
+    return sorted(str(path) for path in found if path.is_dir() and not path.is_symlink())
 
 
 # -- monitor ----------------------------------------------------------------------------------------------
@@ -244,7 +246,8 @@ def _isolate(job: Job, uid: int | None) -> None:
     if job["level"] in _ISOLATED:
         _call("unshare", _JOB_NAMESPACES)
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={job['disk_bytes']},mode=1777")
+        limits = f"size={job['disk_bytes']},nr_inodes={MAX_FILES},mode=1777"
+        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
         if job["level"] == "bubblewrap":
             _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
         os.chdir("/tmp")
