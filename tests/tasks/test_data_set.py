@@ -1,5 +1,7 @@
 """Data sets from files in their authors' layouts: prompts, grades, and errors that name the row."""
 
+import codecs
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -127,11 +129,14 @@ def test_json_json_lines_and_parquet_give_the_same_problems(tmp_path: Path) -> N
     write(lines, rows)
     array.write_text(json.dumps(rows, indent=1))
     pq.write_table(pa.Table.from_pylist(rows), parquet)
+    marked = [path.with_name(f"marked-{path.name}") for path in (lines, array)]
+    for path, source in zip(marked, (lines, array), strict=True):
+        path.write_bytes(codecs.BOM_UTF8 + source.read_bytes())  # as some editors and shells write UTF-8
     found = [
         [make("gsm8k", path=str(path)).problem("train", n) for n in range(15)]
-        for path in (lines, array, parquet)
+        for path in (lines, array, parquet, *marked)
     ]
-    assert found[0] == found[1] == found[2]
+    assert all(one == found[0] for one in found)
 
 
 def test_rows_are_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
@@ -195,7 +200,14 @@ def test_styles_bare_and_direct(tmp_path: Path) -> None:
         ("math", MATH | {"answer": None}, "expected a string"),
         ("math", MATH | {"answer": "\\left( \\right."}, "math-verify cannot parse"),
         ("mbpp", MBPP | {"test_list": []}, "any program would pass"),
+        ("mbpp", MBPP | {"test_list": [" "]}, "any program would pass"),
+        ("mbpp", MBPP | {"test_list": "assert double(2) == 4"}, "expected a list of tests"),
+        ("mbpp", MBPP | {"prompt": None}, "prompt is None, expected a text"),
+        ("gsm8k", GSM8K | {"question": " "}, "question is ' ', expected a text"),
+        ("gsm8k", GSM8K | {"question": "half a pair \ud835"}, "surrogates not allowed"),
+        ("math", MATH | {"problem": ""}, "problem is '', expected a text"),
         ("humaneval", HUMANEVAL | {"entry_point": "nothing"}, "substring not found"),
+        ("humaneval", HUMANEVAL | {"test": None}, "None is not a string"),
     ],
 )
 def test_a_bad_row_is_an_error_that_names_it(
@@ -224,6 +236,9 @@ def test_unusable_files_and_options(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             make("gsm8k", path=str(path)).problem("train", 0)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz is compressed; unpack it with gunzip"):
+        make("gsm8k", path=str(tmp_path / "rows.jsonl.gz")).problem("train", 0)
     with pytest.raises(ValueError, match="no data file at nowhere"):
         make("gsm8k", path="nowhere").problem("train", 0)
     with pytest.raises(ValueError, match=r"missing 1 required .* 'path'"):

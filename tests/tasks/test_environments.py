@@ -19,6 +19,7 @@ from shoal.tasks.environments.environment_child import ServedEnvironment
 from shoal.tasks.environments.hosted import HostedTask
 from shoal.tasks.environments.reasoning_gym_tasks import ReasoningGym, parse_formula
 from shoal.tasks.environments.rlve_tasks import RlveGym
+from shoal.tasks.task import UNPARSEABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +94,15 @@ def test_problems_follow_from_the_seed_and_failures_are_skipped() -> None:
     for text in ("1", "<answer></answer>", "</answer><answer>", "<answer>x</answer>"):
         assert task.reward(problem, text, 1).outcome is Outcome.UNPARSEABLE
     assert ToyTask.environments() == ["toy"]
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf"), -0.5])
+def test_a_score_that_is_no_number_earns_nothing(monkeypatch: pytest.MonkeyPatch, score: float) -> None:
+    """Scorers that calculate with an answer such as `nan` or `1e999` return one."""
+    monkeypatch.setattr(Toy, "score", lambda *_: score)
+    task = ToyTask()
+    assert task.reward(task.problem("train", 0), "<answer>nan</answer>", 1) == UNPARSEABLE
 
 
 @pytest.mark.usefixtures("in_process")

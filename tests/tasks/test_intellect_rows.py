@@ -72,6 +72,12 @@ METHOD = "class Solution:\n    def twoSum(self, nums: List[int], target: int) ->
         (prime(inputs=["1"], outputs=["0.33333333"]), block("print(1 / 3)"), R),
         (prime(inputs=["1"], outputs=["0.34"]), block("print(1 / 3)"), W),
         (prime(inputs=["1"], outputs=["3"]), block("print(3.0)"), W),
+        (prime(inputs=[None, "1"], outputs=["", "1"]), block("import sys\nprint(sys.stdin.read())"), R),
+        (
+            prime(fn_name="f", inputs=[[1], [0]], outputs=[None, 1]),
+            block("def f(x): return None if x else 1"),
+            R,
+        ),
     ],
 )
 def test_prime_rl_code(rows: dict[str, Any], text: str, outcome: Outcome) -> None:
@@ -176,6 +182,15 @@ def test_code_output_prediction(wanted: Any, text: str, outcome: Outcome) -> Non
     [
         (prime(inputs=["1"], outputs=[]), "not lists of the same length"),
         (prime(inputs=[], outputs=[]), "any program would pass"),
+        (prime(inputs=["1", "2"], outputs=[" \n", None]), "a program that does nothing would pass"),
+        (
+            prime(fn_name="f", inputs=[[1], [2]], outputs=[None, [None]]),
+            "a program that does nothing would pass",
+        ),
+        (
+            row("verifiable_code", {"test_cases": [{"type": "stdin_stdout", "input": "1", "output": ""}]}),
+            "a program that does nothing would pass",
+        ),
         (prime(fn_name="a b", inputs=[[1]], outputs=[1]), "expected the name of a function"),
         (row("prime_rl_code", {"test_cases": "{"}), "Expecting property name"),
         (row("verifiable_math", {"ground_truth": None}), "expected a text, a number"),

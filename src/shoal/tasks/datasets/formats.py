@@ -40,13 +40,13 @@ def read_gsm8k(row: Row, style: Style) -> Problem:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"the answer has no ####: {row['answer'][-80:]!r}")
-    return Problem(ASK_NUMBER[style].format(row["question"].strip()), answer.strip().replace(",", ""))
+    return Problem(ASK_NUMBER[style].format(_asked(row, "question").strip()), answer.strip().replace(",", ""))
 
 
 def read_svamp(row: Row, style: Style) -> Problem:
     """Reads `Body`, `Question` and the number `Answer`."""
-    body = row["Body"].strip()
-    question = f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {row['Question'].strip()}"
+    body = _asked(row, "Body").strip()
+    question = f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {_asked(row, 'Question').strip()}"
     return Problem(ASK_NUMBER[style].format(question), _format_number(row["Answer"]))
 
 
@@ -55,7 +55,7 @@ def read_math(row: Row, style: Style) -> Problem:
     if not isinstance(row["answer"], str) or not row["answer"].strip():
         raise ValueError(f"the answer is {row['answer']!r}, expected a string")
     return Problem(
-        ASK_BOXED[style].format(row["problem"].strip()),
+        ASK_BOXED[style].format(_asked(row, "problem").strip()),
         f"\\boxed{{{row['answer'].strip()}}}",
         check=row["answer"].strip(),
     )
@@ -63,11 +63,13 @@ def read_math(row: Row, style: Style) -> Problem:
 
 def read_mbpp(row: Row, style: Style) -> Problem:
     """Reads `prompt` (or `text`), `test_list`, `test_imports` (or `test_setup_code`), and the right answer `code`."""
+    if not isinstance(row["test_list"], list):
+        raise ValueError(f"test_list is {row['test_list']!r}, expected a list of tests")
     tests = [_text(test) for test in row["test_list"]]
-    if not tests:
+    if not any(test.strip() for test in tests):
         raise ValueError("test_list is empty: any program would pass")
     setup = "\n".join(row.get("test_imports", [])) or row.get("test_setup_code", "")
-    question = f"{row['prompt'] if 'prompt' in row else row['text']}\nIt must pass:\n" + "\n".join(tests)
+    question = f"{_asked(row, 'prompt' if 'prompt' in row else 'text')}\nIt must pass:\n" + "\n".join(tests)
     check: dict[str, Any] = {"tests": [setup, *tests]}
     # Row 126 asks for a function named `sum`. Only the reference program can say so, never an answer.
     defined = re.findall(r"^def (\w+)\(", row["code"], re.MULTILINE)
@@ -81,7 +83,7 @@ def read_humaneval(row: Row, style: Style) -> Problem:
     prompt, entry = row["prompt"], row["entry_point"]
     before = prompt[: prompt.rindex(f"def {entry}(")]
     question = f"Complete this function.\n```python\n{prompt.rstrip()}\n```"
-    check = {"before": before, "tests": [row["test"], f"check({entry})"]}
+    check = {"before": before, "tests": [_text(row["test"]), f"check({entry})"]}
     return Problem(
         _ask_program(question, style), in_block(prompt + _text(row["canonical_solution"])), json.dumps(check)
     )
@@ -94,6 +96,13 @@ def _format_number(number: int | float) -> str:
 
 def _ask_program(question: str, style: Style) -> str:
     return ASK_PROGRAM.format(question) if style != "bare" else f"{ASK_PROGRAM.format(question)}\n\n"
+
+
+def _asked(row: Row, field: str) -> str:
+    """Returns the question in a field. Raises ValueError if there is none."""
+    if not isinstance(row[field], str) or not row[field].strip():
+        raise ValueError(f"{field} is {row[field]!r}, expected a text")
+    return str(row[field])
 
 
 def _text(value: Any) -> str:

@@ -109,6 +109,7 @@ def _read_code(prompt: str, info: dict[str, Any], solution: object) -> Problem:
     scripts = [(_joined(case["input"]), _joined(case["output"])) for case in cases if not _is_call(case)]
     calls = [case for case in cases if _is_call(case)]
     names = sorted({_function_name(case["fn_name"]) for case in calls})
+    _check_expected(scripts, [case["output"] for case in calls])
     tests = [_call(case["fn_name"], _listed(case["input"]), case["output"]) for case in calls]
     return _program_problem(prompt, solution, tests, scripts, names)
 
@@ -122,8 +123,10 @@ def _read_prime_code(prompt: str, info: dict[str, Any], solution: object) -> Pro
     pairs = list(zip(inputs, outputs, strict=True))
     if cases.get("fn_name") is None:
         scripts = [(_joined(given), _joined(wanted)) for given, wanted in pairs]
+        _check_expected(scripts, [])
         return _program_problem(prompt, solution, [], scripts, [])
     name = _function_name(cases["fn_name"])
+    _check_expected([], outputs)
     tests = [_call(name, _arguments(given), wanted, wrapped=True) for given, wanted in pairs]
     return _program_problem(prompt, solution, tests, [], [name])
 
@@ -149,8 +152,6 @@ _READERS: dict[str, Callable[[str, dict[str, Any], object], Problem]] = {
 def _program_problem(
     prompt: str, solution: object, tests: list[str], scripts: list[tuple[str, str]], names: Sequence[str]
 ) -> Problem:
-    if not tests and not scripts:
-        raise ValueError("test_cases is empty: any program would pass")
     check: dict[str, Any] = {"tests": [_SETUP, *tests] if tests else [], "scripts": scripts}
     check |= {"judge_imports": True, "methods": list(names)}
     if renamed := {_name_in_tests(name): name for name in names if _name_in_tests(name) != name}:
@@ -160,6 +161,14 @@ def _program_problem(
         raise ValueError(f"the tests have {len(text)} bytes, at most {MAX_TEST_BYTES} are allowed")
     answer = solution if isinstance(solution, str) else ""
     return Problem(prompt, answer if "```" in answer else in_block(answer), text)
+
+
+def _check_expected(scripts: list[tuple[str, str]], values: list[Any]) -> None:
+    """Raises ValueError if a program that prints nothing and whose functions return nothing would pass all tests."""
+    if not scripts and not values:
+        raise ValueError("test_cases is empty: any program would pass")
+    if not any(printed.strip() for _, printed in scripts) and all(one in (None, [None]) for one in values):
+        raise ValueError("no test case expects a result: a program that does nothing would pass")
 
 
 def _is_call(case: Row) -> bool:
@@ -208,6 +217,9 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _joined(value: Any) -> str:
+    """Returns the input or output of a script: a text, a list of lines, or None for nothing."""
+    if value is None:
+        return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -12,6 +12,7 @@ so several processes can use it at once; two that find none both make the same o
 Parquet, CSV and JSON arrays are kept as JSON Lines in FILE.rows, since those cannot be read at a position.
 """
 
+import codecs
 import contextlib
 import csv
 import hashlib
@@ -37,13 +38,15 @@ from shoal.tasks.task import Problem
 Row = dict[str, Any]
 Array = np.ndarray[Any, Any]
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 """Increase it when the index of the same file would differ, so that caches are made again."""
 CACHE_FROM_ROWS = 1000
 """A smaller file is indexed again each time: that is fast enough without a cache file."""
 BATCH_ROWS = 500
 BATCH_CHARS = 4 << 20
 """Problems whose gold answers are checked together: at most this many, and about this many characters."""
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+"""First bytes of compressed files, and the commands that unpack them."""
 SOLVE_RATE = "solve_rate"
 """How the names of columns with a solve rate begin."""
 
@@ -275,6 +278,8 @@ class _IndexBuilder:
             if raw.row is None:
                 raise ValueError(raw.problem)
             problem = self._format.read(raw.row)
+            for text in (problem.prompt, *(content for _, content in problem.messages)):
+                text.encode()  # JSON may contain half a surrogate pair, which no lease could carry
         except KeyError as error:
             has = sorted(raw.row or ())[:12]
             self._bad[raw.number] = f"no field {error}, which {self._format.name} needs; it has {has}"
@@ -356,9 +361,12 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
 def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
     """Returns how the file is written, by its first characters."""
     with _open_data(path) as file:
-        start = file.read(4096)
+        start = file.read(4096).removeprefix(codecs.BOM_UTF8)
     if start[:4] == b"PAR1":
         return "parquet"
+    for magic, tool in _COMPRESSED.items():
+        if start.startswith(magic):
+            raise ValueError(f"{path} is compressed; unpack it with {tool}")
     first = start.lstrip()[:1]
     return "array" if first == b"[" else "lines" if first in (b"{", b"") else "csv"
 

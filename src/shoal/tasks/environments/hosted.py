@@ -5,6 +5,7 @@ version may pose another problem for the same seed; a machine with other version
 """
 
 import json
+import math
 import platform
 import random
 from collections.abc import Mapping
@@ -141,9 +142,11 @@ class HostedTask:
             return UNPARSEABLE  # the answer took too much time or memory, twice
         except ChildError as error:
             raise CannotGrade(str(error)) from None
-        if scored.get("score", -1.0) < 0:
+        score = scored.get("score", -1.0)
+        # min(1.0, nan) is 1: a scorer that calculates with an answer such as `nan` must not give it the full reward.
+        if score < 0 or not math.isfinite(score):
             return UNPARSEABLE
-        value = min(1.0, scored["score"])
+        value = min(1.0, score)
         return RIGHT if value > 1 - 1e-6 else Reward(value, Outcome.WRONG)
 
     def __del__(self) -> None:
