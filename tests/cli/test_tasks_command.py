@@ -44,3 +44,28 @@ def test_show_uses_the_files_that_the_command_names(
     assert capsys.readouterr().out.count("reward  0.25 (wrong)") == 6
     assert shoal("tasks", "show", "nothing") == 2
     assert "unknown task 'nothing'" in capsys.readouterr().err
+
+
+def test_show_prints_problems_of_a_data_set_for_evaluation_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "prompt": "def double(x):\n",
+        "entry_point": "double",
+        "canonical_solution": "    return 2 * x\n",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert shoal("tasks", "show", "humaneval", "--option", f"path={tmp_path}/rows.jsonl") == 0
+    out = capsys.readouterr().out
+    assert "reward  1 (right)" in out and "(unparseable)" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"), [("gsm8k", "path"), ("judge", "path, judge_path"), ("listed", "path")]
+)
+def test_a_task_without_the_options_that_it_needs_says_so(
+    capsys: pytest.CaptureFixture[str], name: str, needs: str
+) -> None:
+    assert shoal("tasks", "show", name) == 2
+    assert f"task {name!r} needs {needs}; set it in" in capsys.readouterr().err

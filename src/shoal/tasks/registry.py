@@ -166,11 +166,22 @@ def find_task(name: str, digest: str = "") -> Factory:
 
 
 def _check_options(name: str, factory: Factory, options: Options) -> None:
-    """Raises ValueError with the known options for one that the task does not have."""
+    """Raises ValueError for an option that the task needs, and with the known options for one that it does not have."""
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return
+    missing = [
+        one
+        for one, kind in known.items()
+        if one not in options
+        and kind.default is kind.empty
+        and kind.kind not in (kind.VAR_KEYWORD, kind.VAR_POSITIONAL)
+    ]
+    if missing:
+        raise ValueError(
+            f"task {name!r} needs {', '.join(missing)}; set it in the run file's options, or with --option {missing[0]}=..."
+        )
     if any(one.kind is one.VAR_KEYWORD for one in known.values()):
         return
     names = [
