@@ -225,11 +225,27 @@ def test_a_question_may_be_a_conversation(tmp_path: Path) -> None:
     assert problem.messages == (("system", "Be terse."),)
     assert problem.prompt == "Capital of France? One word."
     answered = [*turns, {"role": "assistant", "content": "Paris"}]
-    for number, bad in enumerate(([], turns[:1], answered, [{"user": "?"}], 7)):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "?"}]}]
+    tool = [{"role": "tool", "content": "7"}, *turns]
+    for number, bad in enumerate(([], turns[:1], answered, [{"user": "?"}], 7, parts, tool)):
         (folder := tmp_path / str(number)).mkdir()
         options["path"] = options["eval_path"] = write_rows(folder, [{"prompt": bad, "answer": "Paris"}])
         with pytest.raises(ValueError, match="expected a text, or a list of messages"):
             make_task(TaskSpec(name="qa", options=options)).problem("eval", 0)
+
+
+def test_conversations_that_end_alike_are_different_questions(tmp_path: Path) -> None:
+    end = {"role": "user", "content": "Go on."}
+    rows = [{"question": [{"role": "user", "content": f"Tell {n}"}, end], "answer": n} for n in range(60)]
+    path = write_rows(tmp_path, rows)
+    task = make_task(TaskSpec(name="qa", options={"path": path}))
+    assert isinstance(task, Finite)
+    assert task.size("eval") > 0 and task.size("eval") + task.size("train") == 60
+    prompt = task.problem("train", 0).prompt
+    assert prompt == "Go on.\nReply with the answer only." == task.problem("eval", 0).prompt
+    longest = len(f"Tell 9\n\n{prompt}")
+    short = make_task(TaskSpec(name="qa", options={"path": path, "max_chars": longest}))
+    assert isinstance(short, Finite) and short.size("eval") + short.size("train") == 10, "all turns count"
 
 
 def test_a_file_of_other_columns_says_how_to_name_them(tmp_path: Path) -> None:

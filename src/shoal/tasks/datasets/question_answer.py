@@ -63,6 +63,8 @@ _LETTERS = (
 _LITERAL = r"[^\\()\[\]{}?*+|^$.]*"
 _ONE_GROUP = re.compile(rf"({_LITERAL})\((?!\?)[^()]*\)({_LITERAL})")
 
+ROLES = ("system", "user", "assistant")
+
 Grade = Callable[[str, Sequence[str], str], Reward]
 """Grades a reply by the right answers and the question."""
 
@@ -136,14 +138,14 @@ class RowReader:
         if isinstance(asked, str):
             asked = [{"role": "user", "content": asked}]
         turns = [
-            (str(one["role"]), str(one["content"]).strip())
+            (one["role"], one["content"].strip())
             for one in (asked if isinstance(asked, list) else [])
-            if isinstance(one, dict) and {"role", "content"} <= one.keys()
+            if isinstance(one, dict) and one.get("role") in ROLES and isinstance(one.get("content"), str)
         ]
         if not turns or len(turns) != len(asked) or turns[-1][0] != "user" or not turns[-1][1]:
             raise ValueError(
-                f"the question in {self.question!r} is {str(asked)[:80]!r}, expected a text, or a list of messages with role and "
-                "content that ends with the user's"
+                f"the question in {self.question!r} is {str(asked)[:80]!r}, expected a text, or a list of messages with role "
+                f"({', '.join(ROLES)}) and content, a text, that ends with the user's"
             )
         return turns
 

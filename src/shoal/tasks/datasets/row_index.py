@@ -294,13 +294,15 @@ class _IndexBuilder:
 
     def _keep(self, raw: _RawRow, row: Row, problem: Problem) -> None:
         kind = row.get("task_type")
+        # All turns: conversations often end with the same words, such as "Go on."
+        asked = "\n\n".join([*(text for _, text in problem.messages), problem.prompt])
         values = {
             "numbers": raw.number,
             "starts": raw.start,
             "lengths": raw.length,
-            "keys": question_key(problem.prompt),
-            "held_out": self._format.is_held_out(problem.prompt),
-            "chars": len(problem.prompt),
+            "keys": question_key(asked),
+            "held_out": self._format.is_held_out(asked),
+            "chars": len(asked),
             "kinds": self._kinds.setdefault(kind if isinstance(kind, str) else "", len(self._kinds)),
         }
         for name, value in values.items():
