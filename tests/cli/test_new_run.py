@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_options_alone_write_a_file_that_runs(questions: Path, capsys: pytest.Ca
     assert (options["question"], options["answer"], options["grader"]) == ("prompt", "ground_truth", "number")
     assert file.trainer.supervised_steps > 0
     assert shoal("run", "sums.toml", "--dry-run") == 0
+    assert re.search(r"problems +48 to train on, 12 held out\n", capsys.readouterr().out)
     assert shoal(*words) == 2
     assert "exists already" in capsys.readouterr().err
     assert shoal(*words, "--force") == 0
@@ -88,6 +90,32 @@ def test_two_columns_are_a_question_and_an_answer(questions: Path) -> None:
     assert shoal("init", "pairs.toml", "--model", "tiny", "--data", "pairs.csv", "--device", "cpu") == 0
     options = load_run_file(Path("pairs.toml")).task[0].options
     assert (options["question"], options["answer"], options["grader"]) == ("Frage", "Antwort", "number")
+
+
+def test_columns_that_are_objects(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": n, "qa": {"question": f"{n}+1=", "answer": n + 1}} for n in range(60)]
+    Path("nested.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("whole.json").write_text(json.dumps({"data": [row["qa"] for row in rows]}))
+    assert shoal("init", "a.toml", "--model", "tiny", "--data", "nested.jsonl", "--device", "cpu") == 0
+    assert "questions         column 'qa.question'; answers: column 'qa.answer'" in capsys.readouterr().out
+    assert shoal("init", "b.toml", "--model", "tiny", "--data", "whole.json", "--device", "cpu") == 2
+    assert "whole.json is one JSON object; its rows are the list 'data'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_run_is_mentioned(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("init", "a.toml", "--model", "no-such", "--data", "sums.jsonl", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert "a.toml: written, but it cannot run yet" in said and "run.model = 'no-such'" in said
+
+
+def test_a_dry_run_counts_the_rows(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("some.jsonl").write_text(questions.read_text() + '{"prompt": "1+1="}\n')
+    assert shoal("init", "a.toml", "--model", "tiny", "--data", "some.jsonl", "--device", "cpu") == 0
+    assert shoal("run", "a.toml", "--dry-run") == 0
+    found = re.search(
+        r"problems +48 to train on, 12 held out; 1 of 61 rows unusable", capsys.readouterr().out
+    )
+    assert found
 
 
 def test_a_task_by_name(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from shoal.tasks import Finite, Outcome, make_task
+from shoal.tasks import Finite, Outcome, Split, make_task
 from shoal.tasks.code_files import ALLOWED, allow_code, pin_code
 from shoal.tasks.datasets.question_answer import choice_in
 from shoal.tasks.registry import pin_task
@@ -84,6 +85,70 @@ def test_csv_and_parquet_are_read_with_any_column_names(tmp_path: Path) -> None:
     csv.write_text("prompt,ground_truth\none,2,3\n")
     with pytest.raises(ValueError, match=r"rows.csv, row 2: 2 columns expected"):
         make_task(TaskSpec(name="qa", options={"path": str(csv)})).problem("train", 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["\ufeff{json}", "\ufeff{csv}", "{tabs}", "{semicolons}", "{windows}", "\ufeff[{array}]"]
+)
+def test_files_of_other_programs_are_read(tmp_path: Path, text: str) -> None:
+    rows = [(f"{n}, and 1?", str(n + 1)) for n in range(30)]
+    lines = [json.dumps({"question": asked, "answer": right}) for asked, right in rows]
+    texts = {
+        "json": "\n".join(lines),
+        "array": ",".join(lines),
+        "windows": "\r\n".join(lines),
+        "csv": "question,answer\r\n" + "".join(f'"{asked}",{right}\r\n' for asked, right in rows),
+        "tabs": "question\tanswer\n" + "".join(f"{asked}\t{right}\n" for asked, right in rows),
+        "semicolons": "question;answer\n" + "".join(f"{asked};{right}\n" for asked, right in rows),
+    }
+    path = tmp_path / "rows.data"
+    path.write_text(text.format(**texts), encoding="utf-8", newline="")
+    task = make_task(TaskSpec(name="qa", options={"path": str(path), "template": "{question}"}))
+    assert isinstance(task, Finite) and task.size("train") + task.size("eval") == 30
+    splits: tuple[Split, ...] = ("train", "eval")
+    found = {task.problem(split, n).prompt for split in splits for n in range(task.size(split))}
+    assert found == {asked for asked, _ in rows}
+
+
+def test_fields_of_objects_are_columns(tmp_path: Path) -> None:
+    rows = [{"id": n, "qa": {"q": f"{n}?", "right": n}} for n in range(20)]
+    path = write_rows(tmp_path, rows)
+    options: dict[str, Any] = {"path": path, "question": "qa.q", "answer": "qa.right"}
+    problem = make_task(TaskSpec(name="qa", options=options)).problem("train", 0)
+    assert problem.prompt.startswith(f"{problem.answer}?")
+    with pytest.raises(
+        ValueError, match=r'row 1: no column .question.; .* question = "..." of id, qa.q, qa.right'
+    ):
+        make_task(TaskSpec(name="qa", options={"path": path})).problem("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            json.dumps({"data": [{"question": "1?", "answer": 1}]}).encode(),
+            "row 1: no column 'question'; the rows are the list 'data': write that list alone into a file",
+        ),
+        (
+            json.dumps({"data": [{"question": "1?", "answer": 1}]}, indent=1).encode(),
+            "its first JSON object takes several lines",
+        ),
+        ('{"question": "1?", "answer": 1}'.encode("utf-16"), "is in UTF-16; save it as UTF-8: iconv"),
+        (
+            b"".join(b'{"question": "%d?"%s}\n' % (n, b', "answer": 1' * (n % 2)) for n in range(10)),
+            "5 of 10 rows are unusable, more than max_bad_share = 0.02 (all for this reason). Correct the file, raise",
+        ),
+        (
+            b"".join(b'{"question": "%d?", "answer": {"is": %d}}\n' % (n, n) for n in range(10)),
+            "row 1: the answer in 'answer' is {'is': 0}, expected a text or a number. No row can be used",
+        ),
+    ],
+)
+def test_unusable_files_are_explained(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_task(TaskSpec(name="qa", options={"path": str(path)})).problem("train", 0)
 
 
 def test_the_held_out_share_is_seeded(tmp_path: Path) -> None:
@@ -167,6 +232,21 @@ def test_a_python_function_grades(tmp_path: Path) -> None:
         task.reward(problem, "two", 1)
     with pytest.raises(ValueError, match="defines no class or function 'system'"):
         make_task(spec.model_copy(update={"options": spec.options | {"grader": f"{file}:system"}}))
+
+
+def test_a_grader_may_return_a_number_of_numpy(tmp_path: Path) -> None:
+    path, file = write_rows(tmp_path, [{"question": "why", "answer": "x"}]), tmp_path / "numpy_grader.py"
+    file.write_text(
+        "import numpy\nGIVEN = {'a': numpy.float32(0.25), 'b': numpy.bool_(True), 'c': numpy.array(0.5), 'd': numpy.ones(2)}\n"
+        "def grade(reply, answer):\n    return GIVEN[reply]\n"
+    )
+    spec = TaskSpec(name="qa", options={"path": path, "eval_path": path, "grader": f"{file}:grade"})
+    allow_code(spec)
+    task = make_task(spec)
+    problem = task.problem("eval", 0)
+    assert [task.reward(problem, reply, 1).value for reply in "abc"] == [0.25, 1.0, 0.5]
+    with pytest.raises(ValueError, match=r"returned array\(\[1., 1.\]\); a grader returns a number"):
+        task.reward(problem, "d", 1)
 
 
 def test_the_terms_have_the_digest_of_a_task_file_and_no_path(

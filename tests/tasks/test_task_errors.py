@@ -49,6 +49,11 @@ class SometimesUnseeded(Mine):
         return Problem(str(random.getrandbits(60)) if seed == 11 else "1", "1")
 
 
+class Random(Mine):
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        return Reward(random.random(), Outcome.WRONG)
+
+
 class Slow(Mine):
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         time.sleep(1.1 * SLOW_S)
@@ -103,6 +108,11 @@ def test_a_problem_that_differs_the_second_time_is_refused() -> None:
 def test_one_random_problem_among_others_is_found() -> None:
     with pytest.raises(UnseededProblem, match=r"problem\('train', 11\) gave .* instead of random"):
         try_task(SometimesUnseeded())
+
+
+def test_a_reward_that_differs_when_it_is_given_twice_is_reported() -> None:
+    (warning,) = try_task(Random())
+    assert "for the same answer '0'; every validator and audit must get the same number" in warning
 
 
 def test_a_slow_grader_is_reported() -> None:

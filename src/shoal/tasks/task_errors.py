@@ -137,6 +137,8 @@ def try_task(task: Task) -> list[str]:
         wrong = [grade_answer(task, problem, text, 1) for text in WRONG_ANSWERS]
         grade_s.append((time.perf_counter() - began_s) / (1 + len(wrong)))
         values += [right.value, *(one.value for one in wrong)]
+        if seed == GRADED_SEEDS[0]:
+            warnings += _grade_again(task, problem, right)
         if not warnings and right.value <= max(one.value for one in wrong) and problem.budget is None:
             warnings.append(
                 f"task {_name(task)}: reward() gives the right answer {problem.answer[:60]!r} {right.value:g}, no more than a "
@@ -159,6 +161,17 @@ def try_task(task: Task) -> list[str]:
             f"task {_name(task)}: reward() gave {largest:g}; divide it so that rewards are from 0 to 1, as plots and expect_gain assume"
         )
     return warnings
+
+
+def _grade_again(task: Task, problem: Problem, right: Reward) -> list[str]:
+    """Returns a warning if the right answer gets another reward when it is graded a second time."""
+    again = grade_answer(task, problem, problem.answer, max(1, len(problem.answer) // 4))
+    if again.value == right.value:
+        return []
+    return [
+        f"task {_name(task)}: reward() gave {right.value:g} and then {again.value:g} for the same answer {problem.answer[:60]!r}; "
+        "every validator and audit must get the same number: use no random numbers and no clock"
+    ]
 
 
 @functools.lru_cache(maxsize=64)

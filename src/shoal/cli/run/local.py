@@ -24,7 +24,7 @@ from shoal.cli.run.changes import changes_between, check_changes, describe_chang
 from shoal.cli.run.estimate import estimates
 from shoal.cli.run.notices import LogFollower, NoticeFiles
 from shoal.cli.run.overrides import overridden_text
-from shoal.cli.run.preflight import resources_needed, try_run
+from shoal.cli.run.preflight import problems_found, resources_needed, try_run
 from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
 from shoal.cli.run.summary import (
     LocalWorker,
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _print_numbers(options: argparse.Namespace, file: RunFile, warnings: list[str]) -> int:
-    numbers = derived_numbers(file) | estimates(file) | resources_needed(file)
+    numbers = problems_found(file) | derived_numbers(file) | estimates(file) | resources_needed(file)
     if options.json:
         print(json.dumps(numbers | {"warnings": warnings}, default=str))
         return EXIT_OK

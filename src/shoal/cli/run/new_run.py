@@ -19,7 +19,8 @@ from shoal.cli.run.preflight import local_folder, try_run
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.files import write_bytes_atomically
-from shoal.tasks.datasets.row_index import read_rows
+from shoal.tasks.datasets.question_answer import column_names, find_value, holds_rows
+from shoal.tasks.datasets.row_index import Row, read_rows
 from shoal.tasks.registry import task_origins
 
 LOOKED_AT = 200
@@ -84,8 +85,20 @@ def init(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{path} exists already; choose another name, or --force to replace it")
     plan = make_plan(options, Asker(asks=sys.stdin.isatty() and not options.yes))
     write_bytes_atomically(path, write_run_file(plan).encode(), durable=False)
-    warnings = try_run(load_run_file(path), path, starts=False)
+    try:
+        warnings = try_run(load_run_file(path), path, starts=False)
+    except ValueError:
+        print(
+            f"{path}: written, but it cannot run yet; correct the file, or repeat the command with --force",
+            file=sys.stderr,
+        )
+        raise
     print(f"{path}: written and tried")
+    if "question" in plan.options:
+        print(
+            f"  questions         column {plan.options['question']!r}; answers: column {plan.options['answer']!r}, "
+            f"grader {plan.options['grader']!r}"
+        )
     for warning in warnings:
         print(f"  WARNING: {warning}")
     device = " --device cuda" if plan.gpu else ""
@@ -144,7 +157,11 @@ def _plan_file(
     rows = [row for _, row in islice(read_rows(path), LOOKED_AT) if isinstance(row, dict)]
     if not rows:
         raise ValueError(f"{path} has no rows that can be read")
-    columns = list(rows[0])
+    columns = column_names(rows[0])
+    if len(rows) == 1 and (outer := next((name for name in QUESTIONS if holds_rows(rows[0], name)), "")):
+        raise ValueError(
+            f"{path} is one JSON object; its rows are the list {holds_rows(rows[0], outer)!r}: write that list alone into a file"
+        )
     guesses = _first(QUESTIONS, columns), _first(ANSWERS, columns)
     if not any(guesses) and len(columns) == 2:
         guesses = columns[0], columns[1]
@@ -160,8 +177,8 @@ def _plan_file(
     for column in (question, answer):
         if column not in columns:
             raise ValueError(f"{path} has no column {column!r}; it has {', '.join(columns)}")
-    answers = [_text(row.get(answer)) for row in rows]
-    longest = max(len(_text(row.get(question))) for row in rows)
+    answers = [_text(row, answer) for row in rows]
+    longest = max(len(_text(row, question)) for row in rows)
     if (question, answer) == ("question", "answer") and all("####" in text for text in answers):
         return "gsm8k", {"path": str(path), "style": "bare" if model == "tiny" else "chat"}, THINKING, longest
     grader = asker.ask(
@@ -260,9 +277,14 @@ def _row_tokens(plan: Plan) -> int:
 
 
 def _first(names: Sequence[str], columns: Sequence[str]) -> str:
-    lowered = {column.lower(): column for column in columns}
+    lowered = {column.lower().rpartition(".")[2]: column for column in columns if "." in column}
+    lowered |= {column.lower(): column for column in columns}
     return next((lowered[name] for name in names if name in lowered), "")
 
 
-def _text(value: Any) -> str:
+def _text(row: Row, column: str) -> str:
+    try:
+        value = find_value(row, column)
+    except KeyError:
+        return ""
     return str(value[0] if isinstance(value, list) and value else value)

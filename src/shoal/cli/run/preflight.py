@@ -11,7 +11,9 @@ from pathlib import Path
 from shoal.cli.run.estimate import num_adapted, num_parameters, rollout_bytes
 from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
+from shoal.tasks.datasets.data_set import DataSet
 from shoal.tasks.datasets.hub_files import with_hub_files
+from shoal.tasks.length_budget import Budgeted
 from shoal.tasks.task import Split
 from shoal.tasks.task_errors import conversation_before, pose_problem, try_task
 from shoal.wire.run_spec import TaskSpec
@@ -204,6 +206,20 @@ def resources_needed(file: RunFile) -> dict[str, str]:
         "memory of all processes here, about": _bytes(memory),
         "disk of all processes here, about": f"{_bytes(kept)}; {_bytes(most)} if every version differs much from the one before",
     }
+
+
+def problems_found(file: RunFile) -> dict[str, str]:
+    """Returns how many problems each data set of a run has, by name, and how many of its rows are unusable."""
+    found = {}
+    for spec in file.task:
+        task = make_task(with_hub_files(spec))
+        task = task.task if isinstance(task, Budgeted) else task
+        if isinstance(task, DataSet):
+            rows = task.indices["path"]
+            bad = f"; {len(rows.bad):,} of {rows.num_rows:,} rows unusable" if rows.bad else ""
+            name = "problems" if len(file.task) == 1 else f"problems of {spec.title}"
+            found[name] = f"{task.size('train'):,} to train on, {task.size('eval'):,} held out{bad}"
+    return found
 
 
 def disk_needed(file: RunFile, weights: float) -> tuple[float, float]:

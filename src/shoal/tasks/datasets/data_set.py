@@ -29,6 +29,8 @@ Style = Literal["chat", "direct", "bare"]
 
 SHOWN = 20
 """Maximum number of bad rows that an error lists."""
+MOST_REASON = 100
+"""Characters of a reason in an error with several of them."""
 MAX_LITERAL_CHARS = 2 << 20
 """Longest text that is read as a Python literal. Python needs up to 260 bytes of memory for each of its characters."""
 
@@ -360,13 +362,22 @@ class Listed:
 
 def _bad_rows_message(path: str, bad: dict[int, str], num_rows: int, max_share: float) -> str:
     first = min(bad)
-    if len(bad) == num_rows and len(set(bad.values())) == 1:
+    # Reasons that differ only in the row's own values are one kind.
+    kind_of = {reason: re.sub(r"'[^']*'|\d+", "", reason) for reason in bad.values()}
+    kinds = Counter(kind_of[reason] for reason in bad.values())
+    if len(bad) == num_rows and len(kinds) == 1:
         return f"{path}, row {first}: {bad[first]}. No row can be used, for the same reason; correct the options or the file"
     numbers = ",".join(map(str, sorted(bad)[:SHOWN])) + (",..." if len(bad) > SHOWN else "")
-    reasons = Counter(re.sub(r"'[^']*'", "'...'", reason)[:60] for reason in bad.values())
-    common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
+    example = {kind: reason for reason, kind in reversed(kind_of.items())}
+    common = "; ".join(f"{count} times: {_shortened(example[kind])}" for kind, count in kinds.most_common(3))
+    reasons = "all for this reason" if len(kinds) == 1 else common
+    choose = " choose task_types," if any(kind.startswith("task_type ") for kind in kinds) else ""
     return (
         f"{path}, row {first}: {bad[first]}. {len(bad)} of {num_rows} rows are unusable, more than max_bad_share = {max_share:g} "
-        f'({common}). Correct the file, raise max_bad_share, choose task_types, or skip them with skip_rows = "{numbers}"; '
+        f'({reasons}). Correct the file, raise max_bad_share,{choose} or skip them with skip_rows = "{numbers}"; '
         "`shoal data check` lists them all"
     )
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= MOST_REASON else f"{reason[:MOST_REASON]}..."

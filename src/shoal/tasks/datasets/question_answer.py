@@ -7,7 +7,8 @@
     regex      the first group of the last match of `pattern` is the answer
     FILE:NAME  a function of a Python file: `def grade(reply, answer)` returns a reward from 0 to 1; it may also ask for `question`
 
-The question of a row is a text or a list of chat messages; the answer a text, a number, or a list of right answers.
+The question of a row is a text or a list of chat messages; the answer a text, a number, or a list of right answers. The name
+`info.answer` is the field `answer` of the object in the column `info`.
 """
 
 import hashlib
@@ -120,18 +121,27 @@ class RowReader:
     pattern: str
 
     def read(self, row: Row, style: Style) -> Problem:
-        for option, column in (("question", self.question), ("answer", self.answer)):
-            if column not in row:
-                raise ValueError(
-                    f'no column {column!r}; name the column with the {option}: {option} = "..." of {", ".join(map(str, row))}'
-                )
-        *earlier, (_, asked) = self._turns(row[self.question])
-        answers = [self._text(one) for one in self._listed(row[self.answer])]
+        *earlier, (_, asked) = self._turns(self._value(row, "question", self.question))
+        answers = [self._text(one) for one in self._listed(self._value(row, "answer", self.answer))]
         if not answers:
             raise ValueError(f"the list of answers in {self.answer!r} is empty")
         check = json.dumps({"answers": answers, "question": asked})
         prompt, right = self._prompt(asked, style), self._right(answers[0])
         return Problem(prompt, right, check=check, messages=tuple(earlier))
+
+    def _value(self, row: Row, option: str, column: str) -> Any:
+        try:
+            return find_value(row, column)
+        except KeyError:
+            pass
+        if name := holds_rows(row, column):
+            raise ValueError(
+                f"no column {column!r}; the rows are the list {name!r}: write that list alone into a file"
+            )
+        names = ", ".join(column_names(row))
+        raise ValueError(
+            f'no column {column!r}; name the column with the {option}: {option} = "..." of {names}'
+        )
 
     def _turns(self, asked: Any) -> list[tuple[str, str]]:
         """Returns the turns of a question: a text, or a list of messages with `role` and `content` that ends with the user's."""
@@ -184,6 +194,35 @@ class RowReader:
                 raise ValueError(f'the answer {text[:80]!r} is not a letter; use grader = "exact"')
             text = match[1].upper()
         return text
+
+
+def find_value(row: Row, column: str) -> Any:
+    """Returns the value of a column, or of `column.field`, a field of the object in a column. Raises KeyError if there is none."""
+    if column in row:
+        return row[column]
+    name, _, inner = column.partition(".")
+    if not isinstance(row[name], dict):
+        raise KeyError(column)
+    return row[name][inner]
+
+
+def column_names(row: Row) -> list[str]:
+    """Returns the names that `find_value` takes for a row."""
+    return [
+        name
+        for column, value in row.items()
+        for name in ([f"{column}.{inner}" for inner in value] if isinstance(value, dict) else [str(column)])
+    ]
+
+
+def holds_rows(row: Row, column: str) -> str | None:
+    """Returns the name of a list in `row` whose objects have the column: the rows, in a file with one object around them."""
+    lists = (
+        name
+        for name, value in row.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict) and column in value[0]
+    )
+    return next(lists, None)
 
 
 def _grade_of(grader: str, digest: str, pattern: str) -> Grade:
@@ -267,9 +306,11 @@ def _python_grader(address: str, digest: str) -> Grade:
     return grade
 
 
-def _checked(address: str, value: object) -> Reward:
+def _checked(address: str, value: Any) -> Reward:
     if value is None:
         return UNPARSEABLE
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # one number of numpy or torch
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
         raise ValueError(f"{address} returned {value!r}; a grader returns a number from 0 to 1, or None")
     return Reward(float(value), Outcome.RIGHT if value == 1 else Outcome.WRONG)

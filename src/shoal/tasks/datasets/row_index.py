@@ -361,7 +361,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
 
 
 def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
-    """Returns how the file is written, by its first characters."""
+    """Returns how the file is written, by its first characters. Raises ValueError for a file whose rows cannot be found."""
     with _open_data(path) as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8)
     if start[:4] == b"PAR1":
@@ -369,7 +369,15 @@ def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
     for magic, tool in _COMPRESSED.items():
         if start.startswith(magic):
             raise ValueError(f"{path} is compressed; unpack it with {tool}")
-    first = start.lstrip()[:1]
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path} is in UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE")
+    text = start.lstrip()
+    if text.startswith((b"{\n", b"{\r\n")):
+        raise ValueError(
+            f"{path}: its first JSON object takes several lines, and a row must be on one line: jq -c . {path} > NEW_FILE. If the "
+            f"rows are a list inside the object, write that list alone: jq -c '.NAME[]' {path} > NEW_FILE"
+        )
+    first = text[:1]
     return "array" if first == b"[" else "lines" if first in (b"{", b"") else "csv"
 
 
@@ -382,11 +390,13 @@ def _open_data(path: Path) -> IO[bytes]:
 
 def _lines(file: IO[bytes]) -> Iterator[_RawRow]:
     start = 0
-    for number, line in enumerate(file, start=1):
+    for number, whole in enumerate(file, start=1):
+        # Programs of Windows begin a file with a byte order mark, which is no JSON.
+        line = whole.removeprefix(codecs.BOM_UTF8) if number == 1 else whole
         if line.strip():
             row, problem = _parse(line)
-            yield _RawRow(number, row, problem, start, len(line))
-        start += len(line)
+            yield _RawRow(number, row, problem, start + len(whole) - len(line), len(line))
+        start += len(whole)
 
 
 def _parse(line: bytes) -> tuple[Row | None, str]:
@@ -415,10 +425,16 @@ def _copied(rows: Iterator[tuple[int, Row | str]], target: IO[bytes]) -> Iterato
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
-    """Yields the rows of CSV with a line of column names. A row's number is that of its last line, as an editor shows it."""
+    """Yields the rows of CSV with a line of column names. A row's number is that of its last line, as an editor shows it.
+
+    The columns are separated by commas or, if the line of names has none, by tabs or semicolons.
+    """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+            names = file.readline()
+            file.seek(0)
+            delimiter = next((one for one in (",", "\t", ";") if one in names), ",")
+            reader = csv.DictReader(file, strict=True, delimiter=delimiter)
             for row in reader:
                 good = None not in row and None not in row.values()
                 expected = len(reader.fieldnames or ())
@@ -427,7 +443,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
                     row if good else f"{expected} columns expected, as in line 1; is it CSV?",
                 )
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: not JSON, not Parquet, and not CSV in UTF-8: {error}") from None
+        raise ValueError(
+            f"{path}: not JSON, not Parquet, and not CSV in UTF-8: {error}; correct the file, or save it as CSV in UTF-8"
+        ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
