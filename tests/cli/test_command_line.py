@@ -146,6 +146,48 @@ def test_wrong_values_are_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", ["ledger verify", "audit", "report", "rollouts", "compare", "eval", "export"]
+)
+@pytest.mark.parametrize("text", ["127.0.0.1:8700", "htp://127.0.0.1:8700"])
+def test_a_url_without_http_is_named(
+    command: str,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = ["--out", "x"] if command in ("report", "export") else []
+    with pytest.raises(SystemExit):
+        parse([*command.split(), text, *out])
+    assert (
+        f"{text!r} is no folder here; if it is a URL, write it as http://127.0.0.1:8700"
+        in capsys.readouterr().err
+    )
+    (tmp_path / text).mkdir(parents=True)
+    parse([*command.split(), text, *out])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("ledger", "verify", "out/none"),
+            "no folder out/none; give a run's folder, such as out/NAME, or a URL",
+        ),
+        (("eval", "out/none"), "out/none is neither a run's folder nor a URL, so --task must name the task"),
+        (("chat", URL), f"fetch a version first: shoal export {URL} --version newest --out FOLDER"),
+        (("data", "check", "--task", "qa"), "task 'qa' needs the option 'path'"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert do(*words) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_required_options_of_each_role(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse([role, *ROLES[role]])
@@ -204,6 +246,8 @@ def test_explain_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_an_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert do("explain", "reject.everything") == 2
     assert "no refusal code 'reject.everything'; `shoal explain` lists them all" in capsys.readouterr().err
+    assert do("explain", "reject.wrong_lgprobs") == 2
+    assert "did you mean reject.wrong_logprobs?" in capsys.readouterr().err
 
 
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

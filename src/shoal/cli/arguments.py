@@ -287,6 +287,7 @@ def _add_data(commands: Commands) -> None:
     filter_.add_argument(
         "--coordinator",
         metavar="RUN",
+        type=url_or_folder,
         help="take the answers from such a run, by its coordinator's URL or its folder; waits until all are there",
     )
     add_sampling_options(filter_)

@@ -112,6 +112,7 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        type=url_or_folder,
         help="a run's folder, a coordinator's URL, a model folder, or a built-in model",
     )
     parser.add_argument(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.commands.watch import make_report, open_folder
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands
+from shoal.cli.ui.values import Commands, url_or_folder
 
 if TYPE_CHECKING:
     from shoal.wire.messages import Evaluation
@@ -27,7 +27,11 @@ def add_compare(commands: Commands) -> None:
         help="compare runs: a table, and a page with their curves",
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's folder, or a coordinator's URL; two or more"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=url_or_folder,
+        help="a run's folder, or a coordinator's URL; two or more",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the curves into one HTML file")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")

@@ -1,6 +1,7 @@
 """`shoal doctor` checks whether this machine can work for a run; `shoal explain` says what a refusal code means."""
 
 import argparse
+import difflib
 import json
 import os
 import platform
@@ -263,14 +264,17 @@ def doctor(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def explain(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.code is not None and options.code not in CODES:
-        raise ValueError(f"no refusal code {options.code!r}; `shoal explain` lists them all")
+        close = difflib.get_close_matches(options.code, CODES, n=1, cutoff=0.8)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"no refusal code {options.code!r}; {hint}`shoal explain` lists them all")
     if options.json:
         chosen = [options.code] if options.code else list(CODES)
         found = {code: {"meaning": CODES[code].meaning, "remedy": CODES[code].remedy} for code in chosen}
         print(json.dumps(found))
     elif options.code is None:
+        width = max(map(len, CODES))
         for code, meaning in CODES.items():
-            print(f"{code:<26} {meaning.meaning}")
+            print(f"{code:<{width}} {meaning.meaning}")
     else:
         meaning = CODES[options.code]
         print(f"{options.code}: {meaning.meaning}\nwhat to do: {meaning.remedy}")

@@ -213,7 +213,7 @@ def _source(
     if not options.model.startswith(("http://", "https://")):
         if options.task is None:
             raise ValueError(
-                "--task is missing; it names the task to evaluate on, and `shoal docs tasks` lists them"
+                f"{options.model} is neither a run's folder nor a URL, so --task must name the task; `shoal tasks` lists them"
             )
         if options.version is not None:
             raise ValueError(

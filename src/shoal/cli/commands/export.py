@@ -315,6 +315,10 @@ def _chat_folder(options: argparse.Namespace) -> Iterator[Path]:
     from shoal.cli.commands.sample_answers import model_folder
 
     path = Path(options.model)
+    if options.model.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{options.model} is a URL; fetch a version first: shoal export {options.model} --version newest --out FOLDER"
+        )
     if path.is_dir() and is_run_folder(path):
         with RunFolder(path) as run, tempfile.TemporaryDirectory() as into:
             version = run.find_version(options.version)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.commands.watch import open_folder, read_rollouts_at
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands, at_least_one, count
+from shoal.cli.ui.values import Commands, at_least_one, count, url_or_folder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import printable
 
@@ -43,7 +43,9 @@ def add_rollouts(commands: Commands) -> None:
         "rollouts",
         help="print a run's answers as text, with rewards and verdicts",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a coordinator's URL")
+    parser.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
+    )
     parser.add_argument("--version", type=count, metavar="N", help="only answers of this policy version")
     parser.add_argument("--reward", type=float, metavar="R", help="only groups with an answer of this reward")
     parser.add_argument("--task", default="", metavar="NAME", help="only this task, in a run with several")

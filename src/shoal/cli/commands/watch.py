@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
-from shoal.cli.ui.values import Commands, url
+from shoal.cli.ui.values import Commands, url, url_or_folder
 from shoal.net.waiting import DeadlinePassed, Stopped
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ def final_summary(snapshot: "Snapshot") -> str:
 
 def add_report(commands: Commands) -> None:
     parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a coordinator's URL")
+    parser.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
+    )
     parser.add_argument(
         "--database",
         metavar="URL",
@@ -267,8 +269,12 @@ def find_database(folder: Path, name: str) -> Path:
     for path in (folder / "coordinator" / name, folder / name):
         if path.exists():
             return path
+    if not folder.exists():
+        raise ValueError(
+            f"no folder {folder}; give a run's folder, such as out/NAME, or a URL: http://HOST:PORT"
+        )
     raise ValueError(
-        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, its --database, or a URL"
+        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, such as out/NAME, or a URL"
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
@@ -31,7 +32,13 @@ def url(text: str) -> str:
 
 def url_or_folder(text: str) -> str:
     """Returns a coordinator's URL, or the path of a run's folder, which is looked at when it is read."""
-    return url(text) if text.startswith(("http://", "https://")) else text
+    if text.startswith(("http://", "https://")):
+        return url(text)
+    if not os.path.exists(text) and re.fullmatch(r"(\w*:/*)?[\w.-]+:\d{1,5}(/.*)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder here; if it is a URL, write it as http://{text.rpartition('/')[2]}"
+        )
+    return text
 
 
 def port_number(text: str) -> int:
