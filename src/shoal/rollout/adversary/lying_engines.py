@@ -46,11 +46,15 @@ def quantised_in_blocks(weight: Tensor) -> Tensor:
     return _rounded(weight.reshape(-1, Q8_BLOCK), levels=127).reshape(weight.shape)
 
 
-def older(weight: Tensor, *, rate: float) -> Tensor:
-    """Returns weights of the version before: each weight moved by plus or minus the learning rate."""
+def older(weight: Tensor, *, rate: float, versions: int = 1) -> Tensor:
+    """Returns weights of an earlier version: each weight moved by plus or minus the learning rate, once per version.
+
+    A sum of n random signs is 2 b - n, where b is the number of set bits among n random bits.
+    """
     generator = torch.Generator().manual_seed(weight.numel())
-    bits = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.uint8)
-    return weight + rate * (2.0 * bits - 1.0)
+    bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
+    steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
+    return weight + rate * steps[bits.int()]
 
 
 def typical_sizes(model: Decoder | TransformersModel) -> Tensor:
