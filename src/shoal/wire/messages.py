@@ -133,6 +133,8 @@ class AskLease(Record):
     """POST /v1/leases"""
 
     epoch: Count
+    holds: Annotated[tuple[LeaseId, ...], Field(max_length=256)] | None = None
+    """Leases that the node has. An open one that is missing here is given again: its answer was lost. None: not said."""
 
 
 class AskUpload(Record):

@@ -13,7 +13,8 @@ from shoal.tasks import make_task
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.messages import Abandon, AskLease, LeaseStatus
+from shoal.wire.record import Sealed
 from shoal.wire.run_spec import AdmittedWeights
 from shoal.wire.seeded_draw import problem_seeds
 
@@ -77,6 +78,26 @@ def test_prompts_follow_from_the_seed(swarm: SmallSwarm) -> None:
     lease = swarm.node().lease()
     seeds = problem_seeds(lease.seed, run="small", purpose="train", chunk=0, num_prompts=2)
     assert lease.prompts == tuple(make_task(swarm.spec.task).problem("train", seed).prompt for seed in seeds)
+
+
+def test_a_lease_whose_answer_was_lost_is_given_again(tmp_path: Path) -> None:
+    """It would otherwise expire, which counts against an honest node."""
+    swarm = SmallSwarm(tmp_path / "run", CONFIG.model_copy(update={"trusted_after": 1}))
+    swarm.start()
+    node = swarm.node()
+    swarm.work(node)
+
+    def ask(*holds: Lease) -> str:
+        asked = AskLease(epoch=node.epoch, holds=tuple(lease.lease_id for lease in holds))
+        return node.client.call("POST", "/v1/leases", asked, Sealed[Lease]).body.lease_id
+
+    first, lost = node.lease(), node.lease()
+    assert first.lease_id != lost.lease_id
+    assert [ask(), ask(lost), ask(first)] == [first.lease_id, first.lease_id, lost.lease_id]
+    assert ask(first, lost) == first.lease_id  # it holds as many as it may
+    node.deliver(first)
+    assert ask(lost) not in (first.lease_id, lost.lease_id)
+    swarm.close()
 
 
 def test_submitting_again_gives_the_same_receipt(swarm: SmallSwarm) -> None:

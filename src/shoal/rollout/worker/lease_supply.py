@@ -209,7 +209,7 @@ class LeaseSupply:
         """Asks for a lease. The deadline counts from when the device waits for it: before that nothing is lost."""
         while True:
             try:
-                return session.ask_lease(self._note_refusal)
+                return session.ask_lease(self._note_refusal, holds=[*self._held, *self._taken])
             except DeadlinePassed:
                 since_s = self._taking_since_s
                 if since_s is not None and time.monotonic() - since_s >= self._deadline_s:

@@ -6,7 +6,7 @@ the first contact. Every wait has a deadline and names what it waits for.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -180,12 +180,15 @@ class CoordinatorSession:
     def time_left_s(self, lease: Lease) -> float:
         return lease.deadline_s - self.joined.clock.now_s()
 
-    def ask_lease(self, heard: FailureReceiver = lambda failure: None) -> Lease:
+    def ask_lease(
+        self, heard: FailureReceiver = lambda failure: None, *, holds: Iterable[str] | None = None
+    ) -> Lease:
         """Returns a lease of this node: one that a crash interrupted and that is still open, otherwise a new one.
 
-        Calls `heard` with every answer that there is none yet.
+        With `holds`, the ids of the leases that this worker has, an open one that is not among them is returned first. Calls
+        `heard` with every answer that there is none yet.
         """
-        ask = AskLease(epoch=self.joined.epoch)
+        ask = AskLease(epoch=self.joined.epoch, holds=None if holds is None else tuple(holds))
         with _raise_left_run():
             sealed = self._client.call_until(
                 "a lease", "POST", "/v1/leases", ask, Sealed[Lease], deadline_s=self._deadline_s, heard=heard

@@ -97,11 +97,12 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     node, held = _expire_own(tx, coordinator, tx.caller())
     _check_eligible(tx, coordinator, node, state)
     account = accounts.node_account(tx, coordinator, node)
-    if _must_reuse(tx, coordinator, node, held, account):
-        tx.update(LEASES, held[0].lease_id, session_epoch=node.session_epoch)
+    again = _lease_again(tx, coordinator, node, held, account, ask.holds)
+    if again is not None:
+        tx.update(LEASES, again.lease_id, session_epoch=node.session_epoch)
         tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
         mark_live(tx)
-        return Sealed[Lease].parse(held[0].sealed)
+        return Sealed[Lease].parse(again.sealed)
     _check_lapses(tx, coordinator, node)
     admission.check_stake(tx, coordinator, node.owner or node.node)
     accounts.check_next_lease(tx, coordinator, node, account)
@@ -176,18 +177,27 @@ def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any], account
     return earned if staked is None else min(earned, staked)
 
 
-def _must_reuse(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], held: list[Row[Any]], account: LeaseAccount
-) -> bool:
-    """Returns whether the first lease of `held` is to be given again.
+def _lease_again(
+    tx: Transaction,
+    coordinator: Coordinator,
+    node: Row[Any],
+    held: list[Row[Any]],
+    account: LeaseAccount,
+    holds: tuple[str, ...] | None,
+) -> Row[Any] | None:
+    """Returns the lease of `held` that is given again; None if the node may get a new one.
 
-    It is, if it belongs to an earlier session, or if the node has as many leases as it may hold. So a node that crashed, or
-    that never got the answer, continues where it was instead of waiting for a deadline.
+    One that belongs to an earlier session or that the node does not know is given again, and the first if the node has as many
+    as it may hold. So a node that crashed, or that never got the answer, continues where it was; the lease would otherwise expire,
+    which counts against the node.
     """
     limit = _may_hold(tx, coordinator, node, account)
     if not held and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
-    return bool(held) and (len(held) >= limit or held[0].session_epoch != node.session_epoch)
+    for lease in held:
+        if lease.session_epoch != node.session_epoch or (holds is not None and lease.lease_id not in holds):
+            return lease
+    return held[0] if held and len(held) >= limit else None
 
 
 def is_proven(node: Row[Any]) -> bool:
