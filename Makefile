@@ -171,14 +171,13 @@ $(VENV)-trackers/.ready: pyproject.toml constraints.txt
 
 # The control plane alone: the lowest torch has no build for every machine.
 test-lowest: $(VENV)-lowest/.ready
-	$(VENV)-lowest/bin/pytest -p no:schemathesis -m 'not gpu and not e2e and not slow and not s3 and not browser and not hivemind and not vllm and not environments and not integration' \
-		tests/wire tests/net tests/shardcast tests/swarm/coordinator
+	$(VENV)-lowest/bin/pytest $(PARALLEL) -p no:schemathesis tests/wire tests/net tests/shardcast tests/swarm/coordinator
 
 $(VENV)-lowest/.ready: pyproject.toml .ci/lowest_versions.py
 	@$(PYTHON) -m venv $(VENV)-lowest
 	@$(PYTHON) .ci/lowest_versions.py > $(VENV)-lowest/constraints.txt
 	@$(VENV)-lowest/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-lowest/constraints.txt --editable '.[s3]' \
-		pytest pytest-timeout hypothesis fastapi schemathesis 'psycopg[binary]'
+		pytest pytest-timeout pytest-xdist hypothesis fastapi schemathesis 'psycopg[binary]'
 	@touch $@
 
 clean:

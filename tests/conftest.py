@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if "postgres" in getattr(item, "fixturenames", ()) or "postgresql" in parameters.values():
             item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(autouse=True)
+def restore_logging() -> Iterator[None]:
+    """Undoes `start_logging` after each test that runs a command: pytest 8 would capture no log line of later tests."""
+    root = logging.getLogger("shoal")
+    handlers, level, propagate = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.propagate = handlers, propagate
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

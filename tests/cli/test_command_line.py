@@ -1,9 +1,7 @@
 """`shoal`: arguments, exit codes and error messages."""
 
 import argparse
-import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +24,6 @@ ROLES = {
     "worker": ["--dir", "DIR", "--coordinator", URL],
     "validator": ["--dir", "DIR", "--coordinator", URL, "--key", "KEY"],
 }
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    """`run_command` sends the log to standard error, which must not affect other tests."""
-    root = logging.getLogger("shoal")
-    before = (root.handlers[:], root.level, root.propagate)
-    yield
-    root.handlers[:], root.level, root.propagate = before
 
 
 def do(*arguments: str) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 
 import psycopg
-import pytest
 
 PROGRAMS = ("initdb", "postgres")
 
@@ -33,9 +32,6 @@ def why_not() -> str | None:
         if find(program) is None:
             return f"no {program} on the path or in /usr/lib/postgresql"
     return None
-
-
-needs_postgres = pytest.mark.skipif(why_not() is not None, reason=f"PostgreSQL: {why_not()}")
 
 
 class Postgres:
