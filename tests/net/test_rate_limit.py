@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.net import rate_limit
-from shoal.net.rate_limit import AddressUsage, Buckets, ServerLimits, UsageByAddress, retry_after_header
+from shoal.net.rate_limit import (
+    AddressUsage,
+    Buckets,
+    ServerLimits,
+    UsageByAddress,
+    retry_after_header,
+    viewer_network,
+)
 
 
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=200))
@@ -54,6 +61,24 @@ def test_debts_and_connections_are_counted_per_network() -> None:
     assert not usages.has_too_many(mine)
     assert usages.connect("2001:db8::1", 0.0) is usages.connect("2001:db8::2", 0.0)
     assert usages.connect("2001:db8:0:1::1", 0.0) is not usages.connect("2001:db8::2", 0.0)
+
+
+@pytest.mark.parametrize("address", ["2001:db8:0:{:x}::1", "192.0.2.{}"])
+def test_one_network_does_not_take_all_connections(address: str) -> None:
+    usages = UsageByAddress(ServerLimits(connections=100, connections_per_address=2))
+    taken = [usage for number in range(100) if (usage := usages.connect(address.format(number), 0.0))]
+    assert len(taken) == 50
+    other = usages.connect("2001:db8:1::1", 0.0)
+    assert other is not None
+    for usage in (*taken, other):
+        usages.disconnect(usage)
+    assert usages.connections == 0 and not usages._networks
+
+
+def test_all_ipv6_networks_of_a_customer_are_one_viewer() -> None:
+    assert viewer_network("2001:db8::1") == viewer_network("2001:db8:0:ffff::1") == "2001:db8::/48"
+    assert viewer_network("192.0.2.1") == viewer_network("::ffff:192.0.2.1") == "192.0.2.1"
+    assert viewer_network("somewhere") == "somewhere"
 
 
 def test_idle_addresses_are_removed() -> None:

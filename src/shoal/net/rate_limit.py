@@ -9,6 +9,7 @@ import ipaddress
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -99,11 +100,17 @@ class ServerLimits:
         if self.bytes_per_s is not None and self.bytes_per_s <= 0:
             raise ValueError(f"bytes_per_s={self.bytes_per_s} must be positive; leave it out for no limit")
 
+    @property
+    def connections_per_network(self) -> int:
+        """Most connections of one network (IPv4 /24, IPv6 /48): half of all. A client with many addresses must leave room for others."""
+        return max(2 * self.connections_per_address, self.connections // 2)
+
 
 @dataclass(slots=True)
 class AddressUsage:
     """What one client address uses: its open connections and its byte rate as a token bucket that may go into debt."""
 
+    network: str = ""
     connections: int = 0
     paid_until_s: float = 0.0
     """Time at which the bytes sent so far are within the rate. In the past: no debt."""
@@ -116,6 +123,8 @@ class UsageByAddress:
     limits: ServerLimits
     connections: int = 0
     _usages: dict[str, AddressUsage] = field(default_factory=dict)
+    _networks: Counter[str] = field(default_factory=Counter)
+    """Open connections of each network; see network_prefix."""
 
     def connect(self, address: str, now_s: float) -> AddressUsage | None:
         """Counts a new connection and returns its address's usage; None if it must be closed without an answer.
@@ -129,20 +138,26 @@ class UsageByAddress:
                 for name, usage in self._usages.items()
                 if usage.connections or usage.paid_until_s > now_s
             }
-        usage = self._usages.setdefault(limited_network(address), AddressUsage())
+        network = network_prefix(address)
+        usage = self._usages.setdefault(limited_network(address), AddressUsage(network))
         if (
             self.connections >= self.limits.connections
             or usage.connections >= 2 * self.limits.connections_per_address
+            or self._networks[network] >= self.limits.connections_per_network
         ):
             return None
         self.connections += 1
         usage.connections += 1
+        self._networks[network] += 1
         return usage
 
     def disconnect(self, usage: AddressUsage) -> None:
         """Counts a connection as closed."""
         self.connections -= 1
         usage.connections -= 1
+        self._networks[usage.network] -= 1
+        if not self._networks[usage.network]:
+            del self._networks[usage.network]
 
     def has_too_many(self, usage: AddressUsage) -> bool:
         """Returns whether the newest connection of this address exceeds its limit.
@@ -188,6 +203,15 @@ def is_local(address: str) -> bool:
         return not ipaddress.ip_address(address.partition("%")[0]).is_global
     except ValueError:
         return True
+
+
+def viewer_network(address: str) -> str:
+    """Returns the network whose event streams are counted together: one IPv4 address, or 48 bits of IPv6.
+
+    With 64 bits, one customer could have a stream from each of its 65,536 networks.
+    """
+    prefix = network_prefix(address)
+    return prefix if ":" in prefix else limited_network(address)
 
 
 def limited_network(address: str) -> str:

@@ -75,6 +75,18 @@ def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, n
 
     The caller must still refuse a nonce that this key has used before.
     """
+    return _verify(headers, target, content_digest(body), now_s)
+
+
+def verify_head(headers: Mapping[str, str], target: Target, *, now_s: float) -> Signer:
+    """Returns who signed a request whose body has not been read: the signature covers the digest that the head declares.
+
+    For refusing a large body before it is read. `verify_request` must check the body afterwards.
+    """
+    return _verify(headers, target, None, now_s)
+
+
+def _verify(headers: Mapping[str, str], target: Target, body_digest: str | None, now_s: float) -> Signer:
     digest, given_input, given = (
         _header(headers, name) for name in ("content-digest", "signature-input", "signature")
     )
@@ -89,10 +101,9 @@ def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, n
             "request.bad_signature",
             f"Signature-Input must cover {_COVERED} with created, expires, nonce, keyid, alg ed25519 and tag {TAG}",
         )
-    if digest != content_digest(body):
+    if body_digest not in (None, digest):
         raise Rejected(
-            "request.wrong_digest",
-            f"content-digest is {digest[:80]!r}, but the body has {content_digest(body)!r}",
+            "request.wrong_digest", f"content-digest is {digest[:80]!r}, but the body has {body_digest!r}"
         )
     if not verify(match["keyid"], signature_base(target, digest, parameters), _signature_hex(given)):
         raise Rejected(

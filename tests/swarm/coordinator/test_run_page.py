@@ -273,6 +273,36 @@ def test_one_address_cannot_take_every_event_stream(swarm: SmallSwarm) -> None:
     streams.enter_context(feed.count_viewer("192.0.2.1"))
 
 
+def test_a_few_addresses_cannot_take_all_event_streams(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "MAX_VIEWERS", 8)
+    feed = swarm_feed(swarm)
+    with ExitStack() as streams:
+        taken = [streams.enter_context(feed.count_viewer(f"192.0.2.{number % 2}")) for number in range(8)]
+        honest = [streams.enter_context(feed.count_viewer(f"198.51.100.{number}")) for number in range(6)]
+        assert feed.viewers == 8
+        # One stream is left for each address, and none has fewer than another could have.
+        assert [viewer.ended for viewer in taken].count(False) == 2
+        assert not any(viewer.ended for viewer in honest)
+        with pytest.raises(Rejected, match="8 viewers"):
+            streams.enter_context(feed.count_viewer("203.0.113.1"))
+    assert feed.viewers == 0
+
+
+@pytest.mark.on_socket
+def test_the_stream_of_a_viewer_that_gave_way_ends(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+    viewers.append(Viewer(swarm.url))
+    assert viewers[0].next()["now"]
+    feed = swarm_feed(swarm)
+    (seats,) = feed._by_address.values()
+    feed._end(seats[0])
+    assert feed.viewers == 0
+    with pytest.raises(StopIteration):
+        for _ in range(100):
+            viewers[0].next()
+
+
 def test_a_slow_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SHARE", 1e-9)
     swarm.public.get("/v1/page").raise_for_status()

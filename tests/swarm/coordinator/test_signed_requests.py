@@ -1,6 +1,7 @@
 """Authentication and authorisation. The lettered tests are the known holes of PRIME's signed requests, one by one."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 
@@ -211,6 +212,24 @@ def test_a_body_is_capped_before_it_is_looked_at(swarm: SmallSwarm) -> None:
 
     response = swarm.public.post(BEAT, content=endless())  # chunked: no length to go by
     assert ProblemDetails.parse(response.content).code == "request.too_large"
+
+
+@pytest.mark.on_socket
+@pytest.mark.parametrize("length", [f"Content-Length: {LARGE_BODY}", "Transfer-Encoding: chunked"])
+def test_a_large_body_is_read_only_from_keys_of_the_run(swarm: SmallSwarm, length: str) -> None:
+    """Unsigned bodies of 4 MB on a few hundred connections would fill the memory. The refusal comes before a byte of the body."""
+    node = swarm.node()
+    target = Target(method="POST", authority=swarm.authority, path="/v1/policies")
+    signed = sign_request(node.client.key, target, b"", now_s=time.time())
+    for headers, code in (({}, "request.unsigned"), (signed, "request.not_allowed")):
+        lines = [f"Host: {swarm.authority}", length, *(f"{name}: {value}" for name, value in headers.items())]
+        host, port = swarm.authority.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall("\r\n".join(["POST /v1/policies HTTP/1.1", *lines, "", ""]).encode())
+            answer = b""
+            while piece := sock.recv(65536):
+                answer += piece
+        assert ProblemDetails.parse(answer.partition(b"\r\n\r\n")[2]).code == code
 
 
 def test_a_stranger_leaves_no_trace(swarm: SmallSwarm) -> None:

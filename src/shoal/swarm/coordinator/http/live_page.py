@@ -11,9 +11,9 @@ import gzip
 import hashlib
 import time
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 
 from starlette.concurrency import run_in_threadpool
@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from shoal.net.rate_limit import limited_network
+from shoal.net.rate_limit import viewer_network
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.views.page_snapshot import make_curve, take_snapshot
 from shoal.swarm.coordinator.views.stats import read_reports
@@ -59,6 +59,15 @@ POLICY = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class Viewer:
+    """One event stream."""
+
+    address: str
+    ended: bool = False
+    """Whether another viewer has taken its place."""
+
+
 class Feed:
     """The sections of the page by name, each with the number of the snapshot that last changed it."""
 
@@ -73,7 +82,7 @@ class Feed:
         self._closed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.viewers = 0
-        self._by_address: Counter[str] = Counter()
+        self._by_address: dict[str, list[Viewer]] = {}
         self.snapshots = 0
 
     # -- one snapshot -----------------------------------------------------------------------------------
@@ -128,10 +137,10 @@ class Feed:
     # -- viewers ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def count_viewer(self, address: str = "") -> Iterator[None]:
+    def count_viewer(self, address: str = "") -> Iterator[Viewer]:
         """Counts a viewer for the duration of the block. Raises Rejected if all viewers, or those of its address, are too many."""
-        here = self._by_address[address]
-        if self.viewers >= MAX_VIEWERS or here >= VIEWERS_PER_ADDRESS:
+        here = len(self._by_address.get(address, ()))
+        if here >= VIEWERS_PER_ADDRESS or not self._make_room(here):
             limit = (
                 f"{MAX_VIEWERS} viewers" if here < VIEWERS_PER_ADDRESS else f"{here} viewers of your address"
             )
@@ -140,21 +149,43 @@ class Feed:
                 f"the page has {limit} already, which is the limit",
                 retry_after_s=RETRY_MS / 1000,
             )
+        viewer = Viewer(address)
         self.viewers += 1
-        self._by_address[address] += 1
+        self._by_address.setdefault(address, []).append(viewer)
         try:
-            yield
+            yield viewer
         finally:
-            self.viewers -= 1
-            self._by_address[address] -= 1
-            if not self._by_address[address]:
-                del self._by_address[address]
+            self._end(viewer)
 
-    async def events(self) -> AsyncIterator[str]:
+    def _make_room(self, here: int) -> bool:
+        """Returns whether there is room for a viewer of an address that has `here` of them.
+
+        If there is none, the newest viewer of the address with the most is ended, unless that has no more than this one would have.
+        So a few addresses cannot lock out all others.
+        """
+        if self.viewers < MAX_VIEWERS:
+            return True
+        most = max(self._by_address.values(), key=len)
+        if len(most) <= here + 1:
+            return False
+        self._end(most[-1])
+        return True
+
+    def _end(self, viewer: Viewer) -> None:
+        if viewer.ended:
+            return
+        viewer.ended = True
+        self.viewers -= 1
+        others = self._by_address[viewer.address]
+        others.remove(viewer)
+        if not others:
+            del self._by_address[viewer.address]
+
+    async def events(self, viewer: Viewer) -> AsyncIterator[str]:
         """Yields the events for one viewer: first all sections, then those that change."""
         sent, sent_at_s = 0, time.monotonic()
         yield f"retry: {RETRY_MS}\n\n"
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not viewer.ended:
             await self._refresh()
             if self._serial > sent and (text := self._object(since=sent)) != "{}":
                 # JSON contains no raw newlines, so one data line is enough.
@@ -182,13 +213,13 @@ class Feed:
 class EventStream(StreamingResponse):
     """The response with a viewer's events. The viewer is counted until the response ends, by disconnect or error too."""
 
-    def __init__(self, feed: Feed, counted: ExitStack, *, is_compressed: bool) -> None:
+    def __init__(self, feed: Feed, viewer: Viewer, counted: ExitStack, *, is_compressed: bool) -> None:
         # Without X-Accel-Buffering nginx would buffer events until its buffer is full.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        content: AsyncIterator[str | bytes] = feed.events()
+        content: AsyncIterator[str | bytes] = feed.events(viewer)
         if is_compressed:
             headers["Content-Encoding"] = "gzip"
-            content = _compressed(feed.events())
+            content = _compressed(feed.events(viewer))
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._counted = counted
 
@@ -240,11 +271,11 @@ def page_routes(feed: Feed, limited: Callable[[Endpoint], Endpoint]) -> list[Rou
     async def get_events(request: Request) -> Response:
         counted = ExitStack()
         address = request.client.host if request.client is not None else ""
-        counted.enter_context(feed.count_viewer(limited_network(address)))
-        return EventStream(feed, counted, is_compressed=_takes_gzip(request))
+        viewer = counted.enter_context(feed.count_viewer(viewer_network(address)))
+        return EventStream(feed, viewer, counted, is_compressed=_takes_gzip(request))
 
     routes: dict[str, Endpoint] = {
-        "/v1/page": get_page,
+        "/v1/page": limited(get_page),
         "/v1/events": get_events,
         "/v1/curve": limited(get_curve),
     }

@@ -28,7 +28,7 @@ from shoal.tasks.task_errors import TaskError, print_trace
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Record
-from shoal.wire.request import Signer, Target, verify_request
+from shoal.wire.request import Signer, Target, verify_head, verify_request
 
 SMALL_BODY = 16 << 10
 """Enough for every request of a node."""
@@ -180,7 +180,11 @@ class Router:
         self, route: SignedRoute, value: str | None, scope: Scope, receive: Receive
     ) -> bytes | Response:
         headers = _read_headers(scope["headers"])
-        body = await _read_body(headers.get("content-length"), receive, route.max_body)
+        length = headers.get("content-length")
+        check_length(length or "0", route.max_body)
+        if route.max_body > SMALL_BODY and (length is None or int(length) > SMALL_BODY):
+            self._check_large(route, scope, headers)
+        body = await _read_body(receive, route.max_body)
         # In the event loop, not in the writer thread: signatures are checked while other requests are executed.
         signer = self._verify(scope, headers, body)
         if route.before is not None and self._has_object_store:
@@ -193,20 +197,7 @@ class Router:
 
     def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
         """Returns who signed the request; raises Rejected if the signature is not valid or the key asks too often."""
-        authority = headers.get("host", "").lower()
-        # Otherwise a request signed for another server could be sent here, with that server's name in its Host header.
-        if self._authorities is not None and authority not in self._authorities:
-            raise Rejected(
-                "request.bad_signature",
-                f"the request is for {authority[:80]!r}; this coordinator is {', '.join(sorted(self._authorities))}",
-            )
-        # The path as it was sent: decoding it first would let two spellings share one signature.
-        target = Target(
-            method=scope["method"],
-            authority=authority,
-            path=scope["raw_path"].decode("latin-1"),
-            query=scope["query_string"].decode("latin-1"),
-        )
+        target = self._target(scope, headers)
         now_s = self._coordinator.clock()
         signer = verify_request(headers, target, body, now_s=now_s)
         # After the signature is checked, so that nobody can use up another key's share. Roles have no limit.
@@ -216,6 +207,32 @@ class Router:
                 "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
             )
         return signer
+
+    def _check_large(self, route: SignedRoute, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Raises Rejected before a large body is read, unless a key of the run sends it: strangers could otherwise fill the memory."""
+        signer = verify_head(headers, self._target(scope, headers), now_s=self._coordinator.clock())
+        if self._coordinator.roles.get(signer.key) not in route.callers:
+            raise Rejected(
+                "request.not_allowed",
+                f"this route is for {' or '.join(sorted(route.callers))}; {signer.key[:16]} is no key of the run",
+            )
+
+    def _target(self, scope: Scope, headers: Mapping[str, str]) -> Target:
+        """Returns what the signature of a request is for. Raises Rejected if it is for another server."""
+        authority = headers.get("host", "").lower()
+        # Otherwise a request signed for another server could be sent here, with that server's name in its Host header.
+        if self._authorities is not None and authority not in self._authorities:
+            raise Rejected(
+                "request.bad_signature",
+                f"the request is for {authority[:80]!r}; this coordinator is {', '.join(sorted(self._authorities))}",
+            )
+        # The path as it was sent: decoding it first would let two spellings share one signature.
+        return Target(
+            method=scope["method"],
+            authority=authority,
+            path=scope["raw_path"].decode("latin-1"),
+            query=scope["query_string"].decode("latin-1"),
+        )
 
     def _check_ledger_rate(self, path: str, signer: Signer, network: str) -> None:
         """Raises Rejected if a key begins or ends sessions, or a network enrols keys, more often than honest ones do.
@@ -305,9 +322,8 @@ def _read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return headers
 
 
-async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> bytes:
-    """Returns the body; raises Rejected if it is declared too long, or at the first byte past `max_bytes`."""
-    check_length(declared or "0", max_bytes)
+async def _read_body(receive: Receive, max_bytes: int) -> bytes:
+    """Returns the body; raises Rejected at the first byte past `max_bytes`."""
     pieces, received = [], 0
     try:
         async with asyncio.timeout(BODY_S):
