@@ -6,7 +6,8 @@ replace_link(link, target) a symbolic link that is replaced in one step
 link_or_copy(...)          a hard link where the file system has them
 hold_lock(path)            one process at a time in a folder
 explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
-free_memory_bytes()        the memory that the operating system can still hand out
+free_memory_bytes()        the memory that this process can still get
+free_data_bytes()          what a limit of this process leaves of it (RLIMIT_DATA)
 is_out_of_memory(error)    whether an allocation failed
 restore_disk_error(path)   turns a library's own error about a full disk back into OSError
 """
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -182,13 +184,62 @@ def free_space(folder: Path) -> str:
 
 
 def free_memory_bytes() -> int:
-    """Returns the memory that the operating system can still hand out; 4 GiB where /proc is missing (not Linux)."""
+    """Returns the memory that this process can still get: what the machine, its container and its own limit leave of it.
+
+    4 GiB where /proc is missing (not Linux).
+    """
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 << 30
+    if not meminfo.exists():
+        return 4 << 30
+    found = [1024 * _number_after("MemAvailable:", meminfo.read_text())]
+    found += [free for free in (free_data_bytes(), free_cgroup_bytes()) if free is not None]
+    return max(0, min(found))
+
+
+def free_data_bytes() -> int | None:
+    """Returns how many more bytes this process may map before RLIMIT_DATA; None without such a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status")
+    if limit == resource.RLIM_INFINITY or not status.exists():
+        return None
+    return limit - 1024 * _number_after("VmData:", status.read_text())
+
+
+def free_cgroup_bytes(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Returns what the memory limits of this process's control groups leave, as of a container; None without such a limit.
+
+    /proc/meminfo is that of the whole machine. Files in the page cache count as free: the kernel drops them.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    found: list[int] = []
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        names = ("memory.max", "memory.current", "inactive_file")
+        folder = root
+        if controllers:  # version 1
+            if "memory" not in controllers.split(","):
+                continue
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            folder = root / "memory"
+        # A container may not see the path under which the machine knows it; then its own group is the root.
+        own_folder = folder / path.lstrip("/")
+        for group in (folder, *(one for one in (own_folder, *own_folder.parents) if folder in one.parents)):
+            with suppress(OSError, ValueError):  # no such group, or "max": no limit
+                limit, used = (int((group / name).read_text()) for name in names[:2])
+                found.append(limit - used + _number_after(names[2], (group / "memory.stat").read_text()))
+    return min(found, default=None)
+
+
+def _number_after(name: str, text: str) -> int:
+    """Returns the number in the line of `text` that starts with `name`. Raises ValueError if there is no such line."""
+    for line in text.splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1])
+    raise ValueError(f"no line {name!r}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,5 +1,9 @@
 """Memory of the engine: blocks run out and rows are preempted, memory runs out, and states are bounded by one segment."""
 
+import errno
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from shoal.model.load_model import load_decoder
 from shoal.rollout.engine import block_pool, kv_slots, scheduler, torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import PagedRows
-from shoal.rollout.engine.proofs import FOLD_STEPS
+from shoal.rollout.engine.proofs import FOLD_STEPS, Prover
 from shoal.rollout.engine.scheduler import CacheSize
 from shoal.rollout.engine.step_cpu import CpuStep
 from shoal.rollout.engine.torch_engine import TorchEngine
@@ -96,8 +100,17 @@ def test_preempted_rows_have_the_same_tokens_logprobs_and_proofs(
     assert engine._scheduler.pool.num_free == engine._scheduler.pool.num_blocks
 
 
+SHORT = [
+    torch.OutOfMemoryError("another process took it"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:113] DefaultCPUAllocator: can't allocate memory: you tried"),
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+]
+"""What torch says on a GPU, what it says on a CPU, and what mmap says."""
+
+
+@pytest.mark.parametrize("error", SHORT, ids=["cuda", "torch", "mmap"])
 def test_rows_start_again_after_the_device_ran_out_of_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     expected = drain(make_engine(folder), requests())
     decode, failures = CpuStep.decode, iter([20, 45])
@@ -109,7 +122,7 @@ def test_rows_start_again_after_the_device_ran_out_of_memory(
         calls += 1
         if calls == next_failure:
             next_failure = next(failures, 0)
-            raise torch.OutOfMemoryError("another process took it")
+            raise error
         decode(step, num_rows)
 
     monkeypatch.setattr(CpuStep, "decode", failing)
@@ -117,6 +130,73 @@ def test_rows_start_again_after_the_device_ran_out_of_memory(
     assert_same_rows(drain(engine, requests()), expected)
     blocks = engine._scheduler.pool.num_blocks
     assert 0 < blocks <= scheduler.cache_size_for(requests(), 6, computed_prompts=16).blocks // 4
+    assert_same_rows(drain(engine, requests()), expected)
+    assert engine._scheduler.pool.num_blocks > blocks  # memory was free again
+
+
+@pytest.mark.parametrize("failing_calls", [{1}, {2}])
+def test_rows_whose_proofs_ran_out_of_memory_start_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failing_calls: set[int]
+) -> None:
+    """Proofs are built in another thread, some while their row runs and some after it has ended."""
+    expected = drain(make_engine(folder), requests(4, 40))
+    build, calls = Prover._build, 0
+
+    def failing(prover: Prover, states: list[torch.Tensor]) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        if calls in failing_calls:
+            raise torch.OutOfMemoryError("another process took it")
+        return build(prover, states)
+
+    monkeypatch.setattr(Prover, "_build", failing)
+    assert_same_rows(drain(make_engine(folder), requests(4, 40)), expected)
+    assert calls > max(failing_calls)
+
+
+def test_other_errors_while_proving_are_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(prover: Prover, states: list[torch.Tensor]) -> list[bytes]:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(Prover, "_build", failing)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        drain(make_engine(folder), requests())
+
+
+UNDER_A_LIMIT = """
+import sys
+from pathlib import Path
+from shoal.rollout.engine.api import GenerationRequest
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.limits import limit_memory
+
+engine = TorchEngine(compute_dtype="float32", proof=None, max_rows=512)
+engine.load(Path(sys.argv[1]), 0)
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData:"))
+limit_memory(used / 1e9 + float(sys.argv[2]), "cpu")
+row = dict(prompt_index=0, prompt_tokens=(3, 4, 5), max_new_tokens=2000, temperature=1.0)
+engine.submit([GenerationRequest(sample_index=at, sample_seed=at, **row) for at in range(512)])
+for _ in range(3):
+    engine.step()
+print(engine._step.slots.size.rows)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(("more_gb", "all_fit"), [(0.6, False), (20.0, True)])
+def test_a_process_with_a_limit_of_memory_runs_as_many_rows_as_fit(
+    folder: Path, more_gb: float, all_fit: bool
+) -> None:
+    """512 rows of 2,000 tokens take addresses of 1 GB, all of which count for the limit."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, str(folder), str(more_gb)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) == 512) is all_fit
 
 
 def test_no_row_is_lost_when_memory_is_short_for_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +215,6 @@ def test_no_row_is_lost_when_memory_is_short_for_good(folder: Path, monkeypatch:
     assert engine.has_work
     monkeypatch.setattr(CpuStep, "decode", decode)
     found = []
-    engine._max_blocks = None
     while engine.has_work:
         found += engine.step()
     assert {row.request for row in found} == set(rows)

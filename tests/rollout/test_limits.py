@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_run import CONFIG, eventually, small_run
 
-from shoal.files import folder_bytes, is_out_of_memory
+from shoal.files import folder_bytes, free_cgroup_bytes, is_out_of_memory
 from shoal.net.rate_limit import BandwidthLimit
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
 from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
@@ -77,6 +77,47 @@ def test_the_kernel_refuses_more_memory() -> None:
         "kept = bytearray(50_000_000); print('small is fine')\n"
     )
     assert run_python(program).stdout == "refused True\nsmall is fine\n"
+
+
+def test_free_memory_is_what_a_limit_leaves() -> None:
+    program = (
+        "from shoal.files import free_data_bytes, free_memory_bytes\n"
+        "from shoal.rollout.worker.limits import limit_memory\n"
+        "print(free_data_bytes())\n"
+        "limit_memory(0.5, 'cpu')\n"
+        "before = free_memory_bytes(); kept = bytearray(200_000_000)\n"
+        "print(0 < before < 500_000_000, 190_000_000 < before - free_memory_bytes() < 210_000_000)\n"
+    )
+    assert run_python(program).stdout == "None\nTrue True\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "names"),
+    [
+        ("0::/box", "box", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/not/seen/from/here", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/box\n0::/",
+            "memory/box",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_free_memory_is_what_a_container_leaves(
+    tmp_path: Path, line: str, group: str, names: tuple[str, str, str]
+) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    folder = root / group
+    folder.mkdir(parents=True)
+    own.write_text(line + "\n")
+    assert free_cgroup_bytes(own, root) is None
+    (folder / names[0]).write_text("max\n")
+    (folder / names[1]).write_text("700\n")
+    (folder / "memory.stat").write_text(f"anon 400\n{names[2]} 250\n")
+    assert free_cgroup_bytes(own, root) is None
+    (folder / names[0]).write_text("1000\n")
+    assert free_cgroup_bytes(own, root) == 550
+    assert free_cgroup_bytes(tmp_path / "missing", root) is None
 
 
 def test_words_of_torch_for_too_little_memory() -> None:

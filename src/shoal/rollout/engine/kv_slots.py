@@ -88,6 +88,11 @@ class PagedRows:
         # Where all rows at their longest have blocks, pages are kept: the next row then needs no new ones.
         self._releases = size.blocks < size.rows * (size.row_positions // BLOCK)
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all addresses, with and without memory behind them."""
+        return sum(map(len, self._maps))
+
     def copy_rows(self, source: "PagedRows", moves: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
         """Copies the first `counts` positions of rows of a cache, which may be this one, from slot to slot."""
         for (old, new), count in zip(moves, counts, strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal import toploc
+from shoal.files import is_out_of_memory
 from shoal.model.packed_prefill import upload
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, ending
@@ -84,6 +85,13 @@ class _EndedRows(NamedTuple):
     copied: torch.cuda.Event | None
 
 
+class ProvingFailure(NamedTuple):
+    """Rows that could not be proven because memory ran out."""
+
+    requests: Sequence[GenerationRequest]
+    error: BaseException
+
+
 class Prover:
     """Turns ended rows into finished rows. With `proof=None` rows get empty proofs, to measure what proofs cost."""
 
@@ -95,14 +103,15 @@ class Prover:
             self._stream = torch.cuda.Stream(device)
         self._thread = single_core_pool(1, "prover")
         self._waiting: list[_EndedRows] = []
-        self._jobs: deque[Future[list[FinishedRow]]] = deque()
+        self._jobs: deque[tuple[list[_EndedRows], Future[list[FinishedRow]]]] = deque()
+        self._failure: ProvingFailure | None = None
         self._folds: deque[Future[list[bytes]]] = deque()
         self._parts: dict[int, list[_Part]] = {}
         """By number of a running row."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._jobs)
+        return bool(self._waiting or self._jobs or self._failure)
 
     def num_folded(self, number: int) -> int:
         """Returns how many segments of a row were folded."""
@@ -122,6 +131,7 @@ class Prover:
     def forget(self) -> None:
         """Drops the segments of all rows, which start again."""
         self._parts.clear()
+        self._folds.clear()  # an error of one of them concerns no row any more
 
     def forget_row(self, number: int) -> None:
         """Drops the segments of a row that was preempted."""
@@ -157,12 +167,25 @@ class Prover:
         """Returns the rows whose proofs are ready; with `wait`, waits for all of them."""
         num_waiting = sum(len(rows.requests) for rows in self._waiting)
         if num_waiting >= PROVE_ROWS or (wait and num_waiting):
-            self._jobs.append(self._thread.submit(self._finish, self._waiting))
+            self._jobs.append((self._waiting, self._thread.submit(self._finish, self._waiting)))
             self._waiting = []
         found: list[FinishedRow] = []
-        while self._jobs and (wait or len(self._jobs) > MAX_JOBS or self._jobs[0].done()):
-            found += self._jobs.popleft().result()
+        while self._jobs and (wait or len(self._jobs) > MAX_JOBS or self._jobs[0][1].done()):
+            batches, job = self._jobs.popleft()
+            try:
+                found += job.result()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = [request for batch in batches for request in batch.requests]
+                before = [] if self._failure is None else self._failure.requests
+                self._failure = ProvingFailure([*before, *failed], error)
         return found
+
+    def take_failure(self) -> ProvingFailure | None:
+        """Returns the rows for whose proofs memory was short, and forgets them: they must be computed once more."""
+        failure, self._failure = self._failure, None
+        return failure
 
     @torch.inference_mode()
     def _build_parts(self, states_RTH: Tensor, copied: torch.cuda.Event | None) -> list[bytes]:

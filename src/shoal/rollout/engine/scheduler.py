@@ -123,6 +123,10 @@ class Scheduler:
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         self.waiting.extend(requests)
 
+    def put_back(self, requests: Sequence[GenerationRequest]) -> None:
+        """Puts rows that must be computed once more in front of the waiting rows."""
+        self.waiting.extendleft(reversed(requests))
+
     def admit(self, ready: Container[Prompt], *, step: int) -> list[Admission]:
         """Starts waiting rows in order, while slots and blocks are free and the next row's prompt is `ready`.
 
@@ -321,20 +325,29 @@ def block_bytes(shape: Shape, value_bytes: int) -> int:
 
 
 def fit_blocks(
-    shape: Shape, size: CacheSize, *, value_bytes: int, state_tokens: int, budget_bytes: int
+    shape: Shape,
+    size: CacheSize,
+    *,
+    value_bytes: int,
+    state_tokens: int,
+    budget_bytes: int,
+    whole_rows: bool = False,
 ) -> CacheSize:
     """Returns `size` with as many blocks as the budget allows. Raises ValueError if the longest row does not fit.
 
     A row also has `state_tokens` states and, for each token that it may draw, a uniform, a token id and a log-prob. If these
-    leave less than half of the budget, there are fewer rows.
+    leave less than half of the budget, there are fewer rows. With `whole_rows` the addresses of all positions of a row count, as
+    under a limit of the address space.
     """
     row = 2 * shape.hidden_size * state_tokens + (8 + 8 + 4) * size.new_tokens
     block = block_bytes(shape, value_bytes)
     rows = max(1, min(size.rows, budget_bytes // 2 // row))
+    if whole_rows:
+        rows = max(1, min(rows, budget_bytes // (row + size.row_positions // BLOCK * block)))
     blocks = min(size.blocks, (budget_bytes - rows * row) // block)
     if blocks < size.least_blocks:
         raise ValueError(
-            f"the longest row and its prompt need {(size.least_blocks * block + row) / 1e9:.2f} GB, "
-            f"{budget_bytes / 1e9:.2f} GB are free; lower max_new_tokens or free memory"
+            f"the longest row and its prompt need {(size.least_blocks * block + row) / 1e6:,.0f} MB, "
+            f"{budget_bytes / 1e6:,.0f} MB are free for the cache; lower max_new_tokens or free memory"
         )
     return size._replace(rows=rows, blocks=blocks)

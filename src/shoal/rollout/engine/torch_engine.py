@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shoal.files import free_data_bytes, is_out_of_memory
 from shoal.model.fused import fuse, pack, repack_jobs
 from shoal.model.load_model import DTYPES, free_bytes, load_decoder
 from shoal.model.packed_prefill import upload
@@ -56,6 +57,9 @@ _LOG = Log("worker")
 
 MEMORY_SHARE = 0.7
 """Share of the free memory that the cache may use. Prefills, logits and other processes need the rest."""
+LIBRARY_BYTES = 192 << 20
+"""Memory that is left, under a limit of the process, for what libraries allocate as they meet new shapes. torch does not always say
+that memory was short there: the error may be any."""
 GROWTH = 1.25
 """A larger cache is allocated if it could have this many times the blocks."""
 EXCHANGE_SHARE = 64
@@ -135,6 +139,7 @@ class TorchEngine:
             # Prompts that are computed together can differ in the last bit from the same prompts alone. A replay must not depend on
             # the rows before these.
             self._prompts.clear()
+            self._max_blocks = None  # what another process took may be free again
         scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
         if requests:
             rows = [*scheduler.running.values(), *scheduler.waiting, *requests]
@@ -149,15 +154,21 @@ class TorchEngine:
     def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
+        scheduler, prover = self._scheduler, self._loaded().prover
+        if (failure := prover.take_failure()) is not None:
+            scheduler.put_back(failure.requests)
+            self._halve_cache(failure.error)
         try:
-            if self._scheduler.waiting:
+            if scheduler.waiting:
                 self._admit_rows()
-            if self._scheduler.num_running:
+            if scheduler.num_running:
                 self._decode()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._halve_cache(error)
-        idle = not (self._scheduler.num_running or self._scheduler.waiting)
-        return self._loaded().prover.collect(wait=idle)
+        idle = not (scheduler.num_running or scheduler.waiting)
+        return prover.collect(wait=idle)
 
     def _loaded(self) -> "LoadedModel":
         if self._model is None:
@@ -353,14 +364,21 @@ class TorchEngine:
     def _fit(self, size: CacheSize, old: "CpuStep | CudaStep | None") -> CacheSize:
         """Returns `size` limited to the free memory, but with at least the rows and blocks that there are already."""
         shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
-        pool, free = self._scheduler.pool, int(MEMORY_SHARE * free_bytes(self._device))
+        pool, available = self._scheduler.pool, free_bytes(self._device)
+        # Under a limit of the process, addresses count without memory behind them: those of the old rows are in use already.
+        whole_rows = self._paged and free_data_bytes() is not None
+        free = max(0, min(int(MEMORY_SHARE * available), available - whole_rows * LIBRARY_BYTES))
         used = pool.num_blocks - pool.num_free if self._paged else pool.num_blocks
+        used_bytes = used * block_bytes(shape, value_bytes)
+        if whole_rows and old is not None and old.slots.rows_cache is not None:
+            used_bytes = old.slots.rows_cache.num_bytes
         fitting = fit_blocks(
             shape,
             size if self._max_blocks is None else size._replace(blocks=min(size.blocks, self._max_blocks)),
             value_bytes=value_bytes,
             state_tokens=self._loaded().prover.size.kept,
-            budget_bytes=free + used * block_bytes(shape, value_bytes),
+            budget_bytes=free + used_bytes,
+            whole_rows=whole_rows,
         )
         if old is None:
             return fitting
@@ -371,13 +389,14 @@ class TorchEngine:
             blocks = old.slots.size.blocks
         return fitting._replace(rows=max(fitting.rows, old.slots.size.rows), blocks=blocks)
 
-    def _halve_cache(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_cache(self, error: BaseException) -> None:
         """Starts all rows again with half the blocks, after another process took the memory of the rest."""
         assert self._cache_size is not None
         blocks = self._cache_size.blocks // 2
         least, self._max_blocks = self._cache_size.least_blocks, blocks
         self._restart()
         if blocks < least:
+            self._max_blocks = None
             raise ValueError(
                 f"out of memory with {2 * blocks} blocks in the cache, and the longest row needs {least}; free memory on "
                 f"{self._device}, or lower max_new_tokens; the rows wait and start again with the next step"
