@@ -1,5 +1,6 @@
 """`shoal.run`: what the written files contain, and that importing shoal stays light."""
 
+import json
 import math
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from shoal.cli.run import python_run
@@ -95,6 +97,16 @@ def test_the_run_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "out" / "mine.inputs").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="`data` must have the questions"):
         run(model="tiny", task=graded)
+
+
+def test_rows_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(python_run, "try_run", lambda *_, **__: pytest.fail("the rows are written before"))
+    with pytest.raises(ValueError, match=r"row 0 of data is 'question', expected an object .*to_dict"):
+        run(model="tiny", task=graded, data=["question", "answer"])  # type: ignore[list-item]
+    rows = [{"question": f"{n}?", "answer": numpy.int64(n)} for n in range(3)]
+    path = python_run._data_file(rows, tmp_path)
+    assert [json.loads(line)["answer"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
 def test_the_best_version_of_a_result() -> None:

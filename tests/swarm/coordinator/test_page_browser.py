@@ -167,6 +167,19 @@ def test_the_page_survives_a_restart(swarm: SmallSwarm, page: Any) -> None:
     points(page, 2)
 
 
+def test_the_end_of_a_run_is_no_lost_connection(swarm: SmallSwarm, page: Any) -> None:
+    swarm.start()
+    node = swarm.node()
+    for version in range(1, SPEC.last_version + 1):
+        step(swarm, node, version)
+    page.goto(swarm.url)
+    page.wait_for_selector("#link[data-state=done]")
+    swarm.stop_server()
+    page.wait_for_selector("#lost", state="visible")
+    assert "The run is finished, and its coordinator no longer answers" in page.inner_text("#lost")
+    assert page.inner_text("#link") == "finished"
+
+
 def test_it_works_under_a_prefix(swarm: SmallSwarm, page: Any) -> None:
     swarm.start()
     node = swarm.node()

@@ -144,9 +144,21 @@ def _data_file(data: str | Path | Rows, inputs: Path) -> Path:
     if isinstance(data, str | Path):
         return Path(data).resolve()
     path = inputs / "data.jsonl"
-    lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in data)
-    write_bytes_atomically(path, lines.encode(), durable=False)
+    lines = []
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"row {number} of data is {row!r:.80}, expected an object with a question and an answer; of a pandas table, give "
+                'table.to_dict("records")'
+            )
+        lines.append(json.dumps(dict(row), ensure_ascii=False, default=_plain_value) + "\n")
+    write_bytes_atomically(path, "".join(lines).encode(), durable=False)
     return path.resolve()
+
+
+def _plain_value(value: Any) -> Any:
+    """Returns a value of numpy or another library as JSON can have it: numbers as such, everything else as text."""
+    return value.item() if getattr(value, "shape", None) == () else str(value)
 
 
 def source_with_uses(code: Callable[..., Any]) -> str:

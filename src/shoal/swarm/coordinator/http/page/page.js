@@ -80,6 +80,8 @@ function facts(node, pairs) {
 const whole = (number) => Math.round(number).toLocaleString("en");
 const short = (id) => id.slice(0, 8);
 const nameOf = (worker) => (worker.name ? `${worker.name} (${short(worker.node)})` : short(worker.node));
+// The name of a worker that `shoal run` started, without its lie, or the first digits of its id.
+const briefName = (id) => (((state.workers || []).find((one) => one.node === id) || {}).name || short(id)).split(",")[0];
 const plural = (count, one, many) => `${whole(count)} ${count === 1 ? one : many || one + "s"}`;
 
 function bytes(count) {
@@ -244,7 +246,7 @@ function rewardNote(curve, last) {
 function drawSamples(node, samples) {
   const make = (one) => el("figure", { class: "sample" },
     el("figcaption", {}, el("span", { class: `pill ${one.reward >= 0.999 ? "good" : one.reward > 0 ? "some" : ""}` }, `reward ${Number(one.reward.toFixed(3))}`),
-      el("span", {}, `version ${one.policy_version}, `, el("a", { href: `#node/${one.node}` }, short(one.node)))),
+      el("span", {}, `version ${one.policy_version}, `, el("a", { href: `#node/${one.node}` }, briefName(one.node)))),
     textBox("prompt", one.prompt), textBox("answer", one.answer || "(empty)"),
     ...(one.expected ? [el("p", { class: "expected" }, el("span", {}, "expected "), el("code", {}, one.expected))] : []));
   keep(node, samples, (one) => one.lease_id, make, () => {});
@@ -291,7 +293,7 @@ function timelineLanes({ spans }, workers) {
       if (row) row.push(span);
       else rows.push([span]);
     }
-    return { label: name.length > 16 ? short(name) : name, rows };
+    return { label: name.length > 16 ? briefName(name) : name, rows };
   });
 }
 
@@ -458,9 +460,10 @@ function connect() {
 function lost() {
   source.close();
   lostAt = lostAt || Date.now();
-  link("lost");
+  const finished = state.now && state.now.finished; // `shoal run` ends its coordinator with the run
+  link(finished ? "done" : "lost");
   byId("lost").hidden = false;
-  say(byId("lost"), `The coordinator has not answered since ${new Date(lostAt).toLocaleTimeString()}. ${state.now ? "The page shows older data. " : ""}Reconnecting automatically.`);
+  say(byId("lost"), finished ? "The run is finished, and its coordinator no longer answers. The page shows the last state." : `The coordinator has not answered since ${new Date(lostAt).toLocaleTimeString()}. ${state.now ? "The page shows older data. " : ""}Reconnecting automatically.`);
   setTimeout(connect, wait);
   wait = Math.min(10000, wait * 1.5);
 }
