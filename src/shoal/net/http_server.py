@@ -200,7 +200,7 @@ class Server:
             timeout_keep_alive=30,
             lifespan="on",
             server_header=False,
-            # X-Forwarded-For is ignored: any client can send it.
+            # Any client can send X-Forwarded-For; rate_limit.py decides when it is believed.
             proxy_headers=False,
         )
         self._uvicorn = _DrainingServer(config)

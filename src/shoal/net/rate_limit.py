@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_NAMES = 65536
 """Number of names at which full token buckets are removed. A full bucket limits nothing."""
@@ -223,3 +224,43 @@ def limited_network(address: str) -> str:
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
         return str(ipaddress.ip_network((parsed, 64), strict=False))
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+# -- clients of a reverse proxy ---------------------------------------------------------------------------
+
+FORWARDED = b"x-forwarded-for"
+PROXY_HEADERS = frozenset({FORWARDED, b"forwarded", b"x-real-ip"})
+
+
+def with_client_address(scope: Any) -> Any:
+    """Returns the ASGI scope of a request with the client's own address, if a proxy on this machine passed it on; else as it is.
+
+    Any client can send an X-Forwarded-For header, so it is believed only from this machine itself. A proxy writes the address of
+    its own client at the end of the header; what stands before it may be invented. Without this, all clients of the proxy would
+    be one network, and a stranger that uses up its limits would keep everybody out.
+    """
+    client = scope.get("client")
+    if not client or not _is_this_machine(client[0]):
+        return scope
+    forwarded = [value for name, value in scope["headers"] if name == FORWARDED]
+    address = forwarded[-1].decode("latin-1").rpartition(",")[2].strip() if forwarded else ""
+    if not _is_address(address):
+        return scope
+    headers = [(name, value) for name, value in scope["headers"] if name not in PROXY_HEADERS]
+    return {**scope, "client": (address, 0), "headers": headers}
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_this_machine(address: str) -> bool:
+    if not _is_address(address):
+        return False
+    parsed = ipaddress.ip_address(address)
+    return bool((getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,6 +301,33 @@ def test_a_proxy_hides_networks_so_they_have_no_account() -> None:
     assert network_of({"client": ("10.0.0.2", 1), "headers": []}) == "10.0.0.0/24"
     # A client on the open network cannot switch its account off, nor choose another.
     assert network_of({"client": ("8.8.8.8", 1), "headers": header}) == "8.8.8.0/24"
+
+
+class Forwarding(httpx2.BaseTransport):
+    """A reverse proxy: passes requests on with the client's address in a header."""
+
+    def __init__(self, inner: httpx2.BaseTransport, address: str) -> None:
+        self._inner, self._address = inner, address
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.headers["X-Forwarded-For"] = self._address
+        return self._inner.handle_request(request)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_networks_behind_a_proxy_on_this_machine_have_their_own_accounts(roomy: SmallSwarm) -> None:
+    """Otherwise all clients of the proxy are one network, and strangers that let leases go keep every new node out."""
+
+    def behind_proxy(address: str) -> Node:
+        return Node(roomy.url, Key.generate(), Forwarding(roomy.transport(), address)).join()
+
+    refused = None
+    while refused is None or "network" not in refused.problem.detail:
+        _, refused = give_back_until_refused(behind_proxy("198.51.100.9"))
+    assert "nodes in network 198.51.100.0/24" in refused.problem.detail
+    behind_proxy("203.0.113.5").lease()
 
 
 def owned_node(swarm: SmallSwarm, owner: Key, address: str) -> Node:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.swarm.coordinator.group_replay import ReplayedGroups
+from shoal.swarm.coordinator.replay_parts import (
+    Contradiction,
+    RecordedDraw,
+    ReplayedGroups,
+    ReplayedLease,
+    ReplayedNode,
+    ReplayedSecrets,
+    TaskChoices,
+)
 from shoal.swarm.coordinator.rules.credit import (
     Balance,
     Earning,
@@ -28,8 +36,6 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.swarm.coordinator.secret_replay import Contradiction, RecordedDraw, ReplayedSecrets
-from shoal.swarm.coordinator.task_choices import ReplayedLease, TaskChoices
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
@@ -40,27 +46,6 @@ _BEFORE_REVOCATION = ("epoch.revealed", "credit.revoked")
 _ADMIN_EVENTS = {
     f"admin.{action.value}": action for action in (TrustEvent.QUARANTINE, TrustEvent.BAN, TrustEvent.RESTORE)
 }
-
-
-@dataclass
-class ReplayedNode:
-    """A node's standing and credit, as computed from the events."""
-
-    standing: NodeStanding
-    owner: str | None = None
-    recorded_trust: Trust = Trust.PROBATION
-    """The trust that the last event about the node names."""
-    accepted: int = 0
-    void: int = 0
-    rejected_seq: int = 0
-    """Number of the event of its last rejection."""
-    returned: int = 0
-    """Credit given back by appeals."""
-    earnings: list[Earning] = field(default_factory=list)
-
-    @property
-    def credit(self) -> int:
-        return self.returned + sum(earning.amount for earning in self.earnings if not earning.revoked)
 
 
 @dataclass

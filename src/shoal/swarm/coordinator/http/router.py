@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.net.object_store import LocalStore
-from shoal.net.rate_limit import Buckets, is_local, network_prefix, retry_after_header
+from shoal.net.rate_limit import PROXY_HEADERS, Buckets, is_local, network_prefix, retry_after_header
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
@@ -38,7 +38,6 @@ BODY_S = 20.0
 """Body timeout; guards against slow clients that hold connections open."""
 
 _HEADERS = {b"host", b"content-digest", b"signature-input", b"signature", b"content-length"}
-_PROXY_HEADERS = {b"x-forwarded-for", b"forwarded", b"x-real-ip"}
 _OPEN, _CLOSE = "{", "}"
 
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
@@ -302,11 +301,12 @@ def network_of(scope: Scope) -> str:
     """Returns the network prefix of the client; empty if a reverse proxy hides it, because all nodes would share one account.
 
     The header of a proxy only switches the account off, and only where the other side is on this machine or in a private network.
-    Its value is not used: any client can send it.
+    Its value is not used: any client in a private network can send it. A proxy on this machine is believed before this
+    (rate_limit.with_client_address).
     """
     client = scope.get("client")
     address = client[0] if client else ""
-    proxied = is_local(address) and any(name in _PROXY_HEADERS for name, _ in scope["headers"])
+    proxied = is_local(address) and any(name in PROXY_HEADERS for name, _ in scope["headers"])
     return "" if proxied else network_prefix(address)
 
 

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.files import hold_lock
 from shoal.net.http_server import MAX_CONNECTIONS, Server, allow_open_files, authority, listen
-from shoal.net.rate_limit import Buckets, limited_network
+from shoal.net.rate_limit import Buckets, limited_network, with_client_address
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
@@ -98,7 +98,7 @@ class RunApp:
         if scope["type"] == "lifespan":
             await _run_lifespan(receive, send, [self])
         else:
-            await self._router(scope, receive, send)
+            await self._router(with_client_address(scope), receive, send)
 
     def close(self) -> None:
         """Ends the threads of the app. Call it when no request comes in any more."""
@@ -240,7 +240,7 @@ class RunPool:
             return
         name, path = self._split(scope["path"])
         if path == "/v1/runs" and scope["method"] == "GET" and len(self._apps) > 1:
-            response = await self._answer_list(Request(scope, receive))
+            response = await self._answer_list(Request(with_client_address(scope), receive))
             await response(scope, receive, send)
         elif name is None:
             await self._answer_for_all(scope, receive, send)
