@@ -8,14 +8,15 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
+from small_swarm import CONFIG, LOG, SPEC, Clock, Node, SmallSwarm, refusal
 
 from s3_stores import CREDENTIALS, Store, careless_store, strict_store
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.object_store import upload_headers
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.context import open_coordinator
-from shoal.swarm.coordinator.leases.uploads import SWEEP_SLACK_S, sweep
+from shoal.swarm.coordinator.http.router import STORE_QUESTIONS
+from shoal.swarm.coordinator.leases.uploads import MOST_DECLARED, SWEEP_SLACK_S, sweep
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus, Upload
 
@@ -38,6 +39,11 @@ def put(swarm: SmallSwarm, upload: Upload, data: bytes, declared: bytes) -> bool
         headers["content-length"] = str(len(data))
         return httpx2.put(upload.url, content=data, headers=headers).is_success
     return swarm.public.put(upload.path, content=data).is_success
+
+
+def wait_to_declare(swarm: SmallSwarm) -> None:
+    """Moves the clock to when other bytes may be declared for a lease."""
+    swarm.clock.ahead_s += swarm.config.lease_s / MOST_DECLARED + 0.1
 
 
 def sweep_up(swarm: SmallSwarm) -> None:
@@ -145,6 +151,9 @@ def test_the_same_place_until_the_bytes_differ(swarm: SmallSwarm) -> None:
     again = node.ask_upload(lease, b"one")  # with S3 a new signature, for the same name
     assert (again.path, again.url.partition("?")[0]) == (first.path, first.url.partition("?")[0])
     node.client.put_upload(first, b"one")
+    if first.url:  # its store keeps what was uploaded until the lease has ended
+        assert refusal(node.ask_upload, lease, b"two").code == "request.too_early"
+    wait_to_declare(swarm)
     second = node.ask_upload(lease, b"two")
     assert (second.path, second.url.partition("?")[0]) != (first.path, first.url.partition("?")[0])
     assert refusal(node.submit, lease, b"one").code == "request.conflict"
@@ -153,11 +162,34 @@ def test_the_same_place_until_the_bytes_differ(swarm: SmallSwarm) -> None:
     node.submit(lease, b"two")
 
 
+@pytest.mark.s3
+def test_a_lease_asks_an_object_store_only_so_often(s3: Store, tmp_path: Path) -> None:
+    """Each attempt to submit asks the store. All such questions share a few threads."""
+
+    class StoppedClock(Clock):
+        def __init__(self) -> None:
+            super().__init__()
+            self._now_s = time.time()
+
+        def __call__(self) -> float:
+            return self._now_s
+
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"store": s3.url}), clock=StoppedClock())
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    node.ask_upload(lease, b"never sent")
+    codes = [refusal(node.submit, lease, b"never sent").code for _ in range(int(STORE_QUESTIONS) + 1)]
+    assert codes == ["request.conflict"] * int(STORE_QUESTIONS) + ["request.too_many"]
+    swarm.close()
+
+
 def test_uploads_that_are_never_submitted_are_deleted(swarm: SmallSwarm) -> None:
     node = swarm.node()
     kept = node.deliver(data=b"submitted")
     lease = node.lease()
     node.upload(lease, b"declared first")
+    wait_to_declare(swarm)
     upload = node.ask_upload(lease, b"declared then")
     node.client.put_upload(upload, b"declared then")
     abandon(node, lease)

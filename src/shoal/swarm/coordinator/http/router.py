@@ -46,6 +46,8 @@ Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
 """Slow work before a transaction, given the key and the path parameter. Returns a write for a transaction of its own, or None."""
 
 
+STORE_QUESTIONS = 10.0
+"""Attempts to submit a lease at once, if its upload is in an object store; then one a second."""
 MOST_SESSIONS, SESSIONS_PER_S = 60.0, 1 / 30
 """Sessions that one key may begin or end at once, and after that per second."""
 MOST_ENROLMENTS, ENROLMENTS_PER_S = 256.0, 1.0
@@ -142,6 +144,7 @@ class Router:
         self._has_object_store = not isinstance(coordinator.store, LocalStore)
         rate = coordinator.config.requests_per_s
         self._buckets = Buckets(rate=rate, burst=10 * rate)
+        self._store_questions = Buckets(rate=1.0, burst=STORE_QUESTIONS)
         self._sessions = Buckets(rate=SESSIONS_PER_S, burst=MOST_SESSIONS)
         self._network_sessions = Buckets(rate=ENROLMENTS_PER_S, burst=MOST_ENROLMENTS)
         self._enrolments = Buckets(rate=ENROLMENTS_PER_S, burst=MOST_ENROLMENTS)
@@ -187,12 +190,22 @@ class Router:
         # In the event loop, not in the writer thread: signatures are checked while other requests are executed.
         signer = self._verify(scope, headers, body)
         if route.before is not None and self._has_object_store:
+            self._check_store_rate(f"{signer.key} {value}")
             note = await run_in_threadpool(route.before, self._coordinator, signer.key, value or "")
             if note is not None:
                 await self._writer.run(note)
         network = network_of(scope)
         self._check_ledger_rate(route.path, signer, network)
         return await self._writer.run(partial(self._execute, route, value, body, signer, network))
+
+    def _check_store_rate(self, what: str) -> None:
+        """Raises Rejected if the object store is asked for the same upload again and again: all requests to it share a few threads."""
+        if wait_s := self._store_questions.wait_s(what, self._coordinator.clock()):
+            raise Rejected(
+                "request.too_many",
+                f"a lease may be submitted {STORE_QUESTIONS:g} times, and then once a second",
+                retry_after_s=wait_s,
+            )
 
     def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
         """Returns who signed the request; raises Rejected if the signature is not valid or the key asks too often."""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from sqlalchemy import Connection, case, select
 
+from shoal.net.object_store import LocalStore
 from shoal.net.s3_store import S3Store, StoreDown
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases.lease_rows import (
@@ -31,6 +32,8 @@ from shoal.wire.messages import AskUpload, Upload
 
 PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
+MOST_DECLARED = 20
+"""How often a node may declare other bytes during `lease_s`, if they go to an object store."""
 SWEEP_S = 3600.0
 SWEEP_SLACK_S = 900.0
 """Allows for the difference between the store's clock and ours, and for a submission that is being received."""
@@ -55,6 +58,8 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
     found = UPLOADS.find(tx.db, lease_id)
     if found is not None and (found.sha256, found.num_bytes) == (ask.sha256, ask.num_bytes):
         return _place(coordinator, expected_upload(found))
+    if found is not None:
+        _check_redeclared(tx, coordinator, lease_id, found.asked_at_s)
     wanted = ExpectedUpload(
         token=secrets.token_hex(32),
         sha256=ask.sha256,
@@ -72,6 +77,20 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
         tx.update(UPLOADS, lease_id, **row)
     move(tx, lease, LeaseEvent.UPLOAD)
     return _place(coordinator, wanted)
+
+
+def _check_redeclared(tx: Transaction, coordinator: Coordinator, lease_id: str, asked_at_s: float) -> None:
+    """Raises Rejected if other bytes were declared a moment ago and the upload goes to an object store.
+
+    Its objects are deleted only after their URLs have ended, so a node could otherwise fill it under one lease.
+    """
+    wait_s = asked_at_s + coordinator.config.lease_s / MOST_DECLARED - tx.now_s
+    if wait_s > 0 and not isinstance(coordinator.store, LocalStore):
+        raise Rejected(
+            "request.too_early",
+            f"other bytes were declared for lease {lease_id} a moment ago; each upload stays in the object store for a while",
+            retry_after_s=wait_s,
+        )
 
 
 def _place(coordinator: Coordinator, wanted: ExpectedUpload) -> Upload:
