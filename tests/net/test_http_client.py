@@ -131,7 +131,7 @@ def client(url: str) -> Iterator[SignedClient]:
 def test_the_server_can_check_what_the_client_signed(url: str, seen: Counting) -> None:
     client = SignedClient(f"{url}/deep/", KEY, log=LOG)
     reply = client.call("POST", "/v1/echo", AskLease(epoch=3), Echo)
-    assert reply == Echo(signer=KEY.public, body='{"epoch":3}', query="")
+    assert reply == Echo(signer=KEY.public, body='{"epoch":3,"holds":null}', query="")
     reply = client.call("GET", "/v1/echo?a=1&b=x%20y", None, Echo)
     assert reply == Echo(signer=KEY.public, body="", query="a=1&b=x%20y")
     assert len(set(seen.nonces)) == 2

@@ -113,7 +113,7 @@ def test_leaving_delivers_finished_work_and_gives_back_the_next_lease(
     assert "left the run" in str(running.error)
     assert len(trusting.events("submission.received")) == before + 1
     (void,) = trusting.events("lease.void")
-    assert void.body["detail"] == "its owner wants the machine"
+    assert void.body["detail"] == "its owner pauses or leaves"
     assert not (tmp_path / "worker" / "leaving").exists()
 
 

@@ -79,7 +79,9 @@ class FileEntry(Record):
         if self.delta is not None:
             payload = self.name + DELTA_SUFFIX
             if not _FILE_NAME.fullmatch(payload):
-                raise ValueError(f"file name {self.name!r} is too long: {DELTA_SUFFIX} must fit behind it")
+                raise ValueError(
+                    f"file name {self.name!r} is too long: it must be short enough to add {DELTA_SUFFIX}"
+                )
             _check_shards(payload, self.delta.num_bytes, self.shard_bytes, len(self.delta.shards))
         if self.codec == ("delta" if self.delta is None else "same"):
             raise ValueError(f"{self.name}: codec {self.codec!r} with {'a' if self.delta else 'no'} delta")

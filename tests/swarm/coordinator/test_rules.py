@@ -149,7 +149,7 @@ def test_liveness_only_ages_in_order(waits: list[float], heartbeat_s: float) -> 
         now_s += wait_s
         ranks.append(order.index(liveness(1000.0, now_s, heartbeat_s)))
     assert ranks == sorted(ranks)
-    assert liveness(now_s, now_s, heartbeat_s) is Liveness.LIVE  # one sign of life, from anywhere
+    assert liveness(now_s, now_s, heartbeat_s) is Liveness.LIVE  # one request, from anywhere
 
 
 @given(

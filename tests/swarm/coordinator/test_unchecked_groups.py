@@ -304,7 +304,7 @@ def test_replay_refuses_an_operator_that_trains_on_held_groups(sparing: SmallSwa
     replay(events)
     with pytest.raises(CorruptData, match="without a full check of its node after it"):
         replay([event for event in events if event.type != "group.released"])
-    with pytest.raises(CorruptData, match="passed no full check by lot"):
+    with pytest.raises(CorruptData, match="did not pass a full check that was drawn for it"):
         replay(changed(events, "group.released", because=spared.lease_id))
     [formed] = [event for event in events if event.type == "batch.formed"]
     few = formed.body["group_ids"][-2:] + [f"{spared.lease_id}-0"]

@@ -372,7 +372,7 @@ TOKEN_LIES = frozenset(
         "edge-0.08",
     )
 )
-"""Lies that only change tokens. In an answer that has the honest tokens they were not told: measurements leave it out."""
+"""Lies that only change tokens. An answer that still has the honest tokens contains no lie, and measurements leave it out."""
 
 
 def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:

@@ -58,8 +58,8 @@ _LOG = Log("worker")
 MEMORY_SHARE = 0.7
 """Share of the free memory that the cache may use. Prefills, logits and other processes need the rest."""
 LIBRARY_BYTES = 192 << 20
-"""Memory that is left, under a limit of the process, for what libraries allocate as they meet new shapes. torch does not always say
-that memory was short there: the error may be any."""
+"""Memory that is left, under a limit of the process, for what libraries allocate when they meet new shapes. If that fails, torch may
+raise any error, so running out of memory cannot be told from a bug."""
 GROWTH = 1.25
 """A larger cache is allocated if it could have this many times the blocks."""
 EXCHANGE_SHARE = 64

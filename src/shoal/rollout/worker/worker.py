@@ -247,7 +247,7 @@ class Worker:
         """Pauses or leaves if the owner asked for it with `shoal pause` or `shoal leave`."""
         if not self._owner_wants_machine():
             return
-        self._supply.stop(SHUTDOWN_S, give_back="its owner wants the machine")
+        self._supply.stop(SHUTDOWN_S, give_back="its owner pauses or leaves")
         self._finish_uploads()
         while self._folder.is_paused() and not self._folder.is_leaving():
             self.status.begin(Activity.PAUSED, "paused by its owner")
@@ -335,7 +335,7 @@ class Worker:
             if now_s - reported_s >= PROGRESS_S:
                 reported_s = now_s
                 if self._folder.must_pause_now():
-                    raise LeaseLost("its owner wants the machine at once", still_open=True)
+                    raise LeaseLost("its owner asked to give it back at once", still_open=True)
                 self._report_progress(version, len(finished), len(requests))
             if not ordered and self._is_time_to_order(now_s - started_s, len(finished), len(requests)):
                 ordered = True

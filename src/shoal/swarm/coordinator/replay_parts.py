@@ -243,7 +243,9 @@ class ReplayedGroups:
         because = self.find(body["because"])
         passed = because.end == "accepted" and because.checks == "full"
         if not (passed and because.node == body["node"] and is_draw_open(because.draw_rate, because.purpose)):
-            raise Contradiction(f"lease {body['because']} releases groups, but passed no full check by lot")
+            raise Contradiction(
+                f"lease {body['because']} releases groups, but did not pass a full check that was drawn for it"
+            )
         for group in body["group_ids"]:
             lease = self.find(_lease_of(group))
             if lease.node != body["node"] or not rejected_seq < lease.received_seq < because.received_seq:

@@ -1,6 +1,6 @@
 """The policy versions that a validator has in memory. Fetches and loads others, in place of the least recently used one.
 
-get     for a claim        returns a version; fetches and loads it if need be
+get     for a claim        returns a version; fetches and loads it if necessary
 watch   beside the checks  fetches the newest version to the disk, as a delta where there is one, before a claim names it
 """
 

@@ -66,7 +66,7 @@ class StepRecorder:
         return all((version, title) in self.evaluated for title in titles)
 
     def write_evaluations(self) -> None:
-        """Writes held-out results to the metrics that the coordinator has completed since the last call."""
+        """Adds new held-out results to the metrics: those of evaluations that were completed since the last call."""
         try:
             known = self._client.call("GET", "/v1/stats", None, Stats).evaluations
         except (Refused, Unreachable):

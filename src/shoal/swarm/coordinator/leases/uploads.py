@@ -184,7 +184,7 @@ def keep_sweeping(coordinator: Coordinator, store: S3Store, stop: threading.Even
             if removed := sweep(coordinator, store):
                 coordinator.log.info("swept the object store", removed=removed)
         except StoreDown as error:
-            coordinator.log.warning("the object store could not be swept", reason=error)
+            coordinator.log.warning("objects that were never submitted could not be deleted", reason=error)
         if stop.wait(SWEEP_S):
             return
 

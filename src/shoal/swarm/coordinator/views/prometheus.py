@@ -39,7 +39,7 @@ class _Collector:
         newest = -1 if situation.newest_version is None else situation.newest_version
         speed = stats.verified_tokens_per_s(self._db, self._coordinator.clock())
         yield _gauge("policy_version", "newest published version; -1 before the first", newest)
-        yield _gauge("live_workers", "nodes with a recent sign of life", situation.live_workers)
+        yield _gauge("live_workers", "nodes that sent a request recently", situation.live_workers)
         yield _gauge("live_relays", "relays with a recent report", situation.live_relays)
         yield _gauge("open_leases", "leases that are not submitted yet", situation.open_leases)
         yield _gauge("queued_checks", "submissions that no validator has claimed", situation.queued_checks)
