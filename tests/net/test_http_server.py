@@ -127,6 +127,28 @@ def test_a_body_with_two_lengths_is_refused_and_hides_no_second_request(length: 
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"no request at all\r\n\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+    ],
+)
+def test_malformed_requests_are_not_logged(
+    request_bytes: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Strangers could otherwise fill the disk with lines."""
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+        sock.sendall(request_bytes)
+        while sock.recv(4096):
+            pass
+    server.close()
+    assert caplog.records == [] and capfd.readouterr() == ("", "")
+
+
 def test_headers_that_never_end_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeaderTimeoutProtocol, "header_s", 0.3)
     server = Server(make_app(), listen("127.0.0.1", 0))

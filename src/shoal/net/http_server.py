@@ -194,8 +194,11 @@ class Server:
         config = uvicorn.Config(
             guard_bodies(app),
             http=type("LimitedProtocol", (HeaderTimeoutProtocol,), {"usages": UsageByAddress(limits)}),
-            log_level="warning",
+            # Not warnings: each malformed request is one, and strangers could fill the disk with them.
+            log_level="error",
             access_log=False,
+            # The apps have no websockets; with a library for them uvicorn would pass such requests on, and log each failure.
+            ws="none",
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=30,
             lifespan="on",

@@ -207,7 +207,7 @@ def is_local(address: str) -> bool:
 
 
 def viewer_network(address: str) -> str:
-    """Returns the network whose event streams are counted together: one IPv4 address, or 48 bits of IPv6.
+    """Returns the network whose event streams and costly questions are counted together: one IPv4 address, or 48 bits of IPv6.
 
     With 64 bits, one customer could have a stream from each of its 65,536 networks.
     """

@@ -118,6 +118,11 @@ def test_a_computer_with_many_ipv6_addresses_is_one_asker(swarm: SmallSwarm, slo
     assert codes[0] == 200 and 429 in codes
 
 
+def test_a_customer_with_many_ipv6_networks_is_one_asker(swarm: SmallSwarm, slowly: RunApp) -> None:
+    codes = ask(swarm, slowly, "/v1/stats", [f"2001:db8:0:{number:x}::1" for number in range(20)])
+    assert codes[0] == 200 and 429 in codes
+
+
 def test_readers_of_the_ledger_wait_for_each_other(
     swarm: SmallSwarm, public: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +161,7 @@ def test_a_server_that_stops_leaves_no_threads(swarm: SmallSwarm, as_pool: bool)
     server = Server(RunPool([app]) if as_pool else app, sock)
     server.start()
     with httpx2.Client(base_url=url) as client:
-        assert client.put("/v1/objects/unknown", content=b"x").status_code == 404
+        assert client.put(f"/v1/objects/{'0' * 64}", content=b"x").status_code == 404
         client.post(f"/v1/leases/{lease.lease_id}/upload", content=b"{}")
     assert own_threads() > before
     server.close()

@@ -5,6 +5,7 @@ the signature. Requests that match no signed route go to the framework. The func
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ BODY_S = 20.0
 
 _HEADERS = {b"host", b"content-digest", b"signature-input", b"signature", b"content-length"}
 _OPEN, _CLOSE = "{", "}"
+_TOKEN = re.compile(r"[0-9a-f]{64}")
+"""The name of an upload. Others are not looked up: PostgreSQL fails on a NUL character."""
 
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
 """Receives the body of an upload: token, declared length, and where the body comes from."""
@@ -294,7 +297,7 @@ class Router:
         if scope["method"] != "PUT" or not scope["path"].startswith(self._upload_path):
             return None
         token: str = scope["path"].removeprefix(self._upload_path)
-        return token if token and "/" not in token else None
+        return token if _TOKEN.fullmatch(token) else None
 
 
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:

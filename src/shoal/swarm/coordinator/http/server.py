@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.files import hold_lock
 from shoal.net.http_server import MAX_CONNECTIONS, Server, allow_open_files, authority, listen
-from shoal.net.rate_limit import Buckets, limited_network, with_client_address
+from shoal.net.rate_limit import Buckets, viewer_network, with_client_address
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
@@ -195,7 +195,7 @@ class AnswerCache:
 
     def _check_rate(self, request: Request) -> None:
         address = request.client.host if request.client is not None else ""
-        if wait_s := self._buckets.wait_s(limited_network(address), self._clock()):
+        if wait_s := self._buckets.wait_s(viewer_network(address), self._clock()):
             raise Rejected(
                 "request.too_many",
                 f"one address may ask {COSTLY_PER_S:g} times a second for what is computed over all tables",
