@@ -125,6 +125,20 @@ def test_trusted_keys_with_little_work_behind_them_do_not_keep_out_who_does_the_
         swarm.work(worker)
 
 
+def test_junk_of_a_key_with_little_work_behind_it_does_not_keep_out_who_does_the_work(
+    swarm: SmallSwarm,
+) -> None:
+    """One accepted submission costs little. Until a validator rejects its junk, only nodes with as little behind them wait for it."""
+    swarm.start()
+    worker, equal, key = swarm.node(), swarm.node(), swarm.node()
+    set_node(swarm, worker, trust="trusted", accepted=100, streak=100)
+    set_node(swarm, equal, accepted=1)
+    set_node(swarm, key, accepted=1)
+    assert len(submit_junk(swarm, key)) > 3
+    assert refusal(equal.lease).code == "request.too_early"
+    assert worker.lease().purpose == "train"
+
+
 def test_a_lease_that_is_overdue_by_its_nodes_own_pace_is_not_counted_on(swarm: SmallSwarm) -> None:
     swarm.start()
     slow, worker = swarm.node(), swarm.node()

@@ -61,11 +61,12 @@ _OVERDUE = (nodes.c.rows_per_s > 0) & (
     + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
     + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
 )
-# Leases of unreliable nodes stay here after their submission: junk of new keys costs nothing, and would otherwise keep out the
-# nodes that do the work until a validator has rejected it.
-_HOPED = not_(IS_RELIABLE) | (
-    leases.c.state.in_(AWAITED)
-    & ((nodes.c.lapses >= PROVEN_LAPSES) | _OVERDUE | (nodes.c.accepted < given("record")))
+# Leases of unreliable nodes, and of nodes with little accepted work, stay here after their submission: their junk costs little, and
+# would otherwise keep out the nodes that do the work until a validator has rejected it.
+_HOPED = (
+    not_(IS_RELIABLE)
+    | (nodes.c.accepted < given("record"))
+    | (leases.c.state.in_(AWAITED) & ((nodes.c.lapses >= PROVEN_LAPSES) | _OVERDUE))
 )
 # `oldest` is the oldest version whose rollouts the next batch accepts. A lease that was issued before `oldest` was published is
 # generated with an older version, so it is too stale for any batch. While `oldest` is not published, the comparison with NULL
@@ -209,7 +210,7 @@ def groups_in_flight(db: Connection, oldest: int, now_s: float, record: int = 0)
     """Counts the groups of open train leases of version `oldest` or newer: first those that will arrive, then the others.
 
     Those of proven nodes with at least `record` accepted submissions will arrive, unless they are overdue. So do submissions of
-    every node with accepted work that is not suspected.
+    nodes with accepted work, and as many of it, that are not suspected.
     """
     found = _IN_FLIGHT.row(db, oldest=oldest, now_s=now_s, record=record)
     assert found is not None, "a sum is one row"
