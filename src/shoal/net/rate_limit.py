@@ -229,6 +229,8 @@ def limited_network(address: str) -> str:
 # -- clients of a reverse proxy ---------------------------------------------------------------------------
 
 FORWARDED = b"x-forwarded-for"
+BEHIND_PROXY = "shoal.behind_proxy"
+"""Key of a request's ASGI scope whose client's address a proxy named."""
 PROXY_HEADERS = frozenset({FORWARDED, b"forwarded", b"x-real-ip"})
 
 
@@ -247,7 +249,7 @@ def with_client_address(scope: Any) -> Any:
     if not _is_address(address):
         return scope
     headers = [(name, value) for name, value in scope["headers"] if name not in PROXY_HEADERS]
-    return {**scope, "client": (address, 0), "headers": headers}
+    return {**scope, "client": (address, 0), "headers": headers, BEHIND_PROXY: True}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,6 +45,8 @@ from shoal.wire.messages import Abandon, Enrol, Enrolled, LeaseStatus, Leave, Op
 from shoal.wire.run_spec import PROTOCOL
 
 HALF_LIFE_S = 100.0
+NEVER = 1e-6
+"""A rate at which no token comes back during a test."""
 
 
 def abandon(node: Node, lease: Lease) -> LeaseStatus:
@@ -413,7 +415,7 @@ def test_nodes_behind_a_proxy_cannot_fill_the_ledger_with_keys(
 ) -> None:
     """A client on this machine can pretend to be a proxy, which hides its network."""
     monkeypatch.setattr(router, "network_of", lambda scope: "")
-    monkeypatch.setattr(swarm.app._router, "_proxied", Buckets(rate=1e-6, burst=5.0))
+    monkeypatch.setattr(swarm.app._router, "_proxied", Buckets(rate=NEVER, burst=5.0))
     with pytest.raises(Refused) as refused:
         for _ in range(20):
             swarm.node()
@@ -421,10 +423,22 @@ def test_nodes_behind_a_proxy_cannot_fill_the_ledger_with_keys(
     assert "behind a proxy" in str(refused.value)
 
 
+def test_clients_that_name_many_networks_cannot_fill_the_ledger_with_keys(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client on this machine can pretend to be a proxy for any address."""
+    monkeypatch.setattr(swarm.app._router, "_proxied", Buckets(rate=NEVER, burst=5.0))
+    with pytest.raises(Refused) as refused:
+        for number in range(20):
+            Node(swarm.url, Key.generate(), Forwarding(swarm.transport(), f"203.0.{number}.1")).join()
+    assert refused.value.code == "request.too_many"
+    assert "behind a proxy" in str(refused.value)
+
+
 def test_a_network_cannot_fill_the_ledger_with_keys(
     swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swarm.app._router, "_enrolments", Buckets(rate=1e-6, burst=5.0))
+    monkeypatch.setattr(swarm.app._router, "_enrolments", Buckets(rate=NEVER, burst=5.0))
     with pytest.raises(Refused) as refused:
         for _ in range(20):
             swarm.node("198.51.100.7")
@@ -436,8 +450,7 @@ def test_a_network_cannot_fill_the_ledger_with_keys(
 def test_many_keys_of_one_network_cannot_fill_the_ledger_with_sessions(
     swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a refill, however long the requests take.
-    monkeypatch.setattr(swarm.app._router, "_network_sessions", Buckets(rate=1e-6, burst=MOST_ENROLMENTS))
+    monkeypatch.setattr(swarm.app._router, "_network_sessions", Buckets(rate=NEVER, burst=MOST_ENROLMENTS))
     keys = [swarm.node("8.8.8.8") for _ in range(8)]
     for node in keys:
         with contextlib.suppress(Refused):

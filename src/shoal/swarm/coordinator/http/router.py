@@ -19,7 +19,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.net.object_store import LocalStore
-from shoal.net.rate_limit import PROXY_HEADERS, Buckets, is_local, network_prefix, retry_after_header
+from shoal.net.rate_limit import (
+    BEHIND_PROXY,
+    PROXY_HEADERS,
+    Buckets,
+    is_local,
+    network_prefix,
+    retry_after_header,
+)
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
@@ -198,7 +205,7 @@ class Router:
             if note is not None:
                 await self._writer.run(note)
         network = network_of(scope)
-        self._check_ledger_rate(route.path, signer, network)
+        self._check_ledger_rate(route.path, signer, network, is_proxied=not network or BEHIND_PROXY in scope)
         return await self._writer.run(partial(self._execute, route, value, body, signer, network))
 
     def _check_store_rate(self, what: str) -> None:
@@ -249,7 +256,7 @@ class Router:
             query=scope["query_string"].decode("latin-1"),
         )
 
-    def _check_ledger_rate(self, path: str, signer: Signer, network: str) -> None:
+    def _check_ledger_rate(self, path: str, signer: Signer, network: str, *, is_proxied: bool) -> None:
         """Raises Rejected if a key begins or ends sessions, or a network enrols keys, more often than honest ones do.
 
         Each of these appends to the ledger, which is never cut.
@@ -262,13 +269,14 @@ class Router:
                 wait_s = self._network_sessions.wait_s(network, now_s)
                 who = f"network {network} may begin and end {MOST_ENROLMENTS:g} sessions, and then {ENROLMENTS_PER_S:g} a second"
         elif path == "/v1/enrol":
+            limit = (MOST_ENROLMENTS, ENROLMENTS_PER_S)
+            if network:
+                wait_s, who = self._enrolments.wait_s(network, now_s), f"network {network}"
             # Nodes behind a proxy share a larger limit: a local client could otherwise avoid its own by sending a proxy's header.
-            share = 1 if network else PROXIED_SHARE
-            wait_s = (self._enrolments if network else self._proxied).wait_s(network, now_s)
-            who = (
-                f"{f'network {network}' if network else 'all nodes behind a proxy together'} may enrol "
-                f"{share * MOST_ENROLMENTS:g} keys, and then {share * ENROLMENTS_PER_S:g} a second"
-            )
+            if is_proxied and not wait_s:
+                limit = (PROXIED_SHARE * MOST_ENROLMENTS, PROXIED_SHARE * ENROLMENTS_PER_S)
+                wait_s, who = self._proxied.wait_s("", now_s), "all nodes behind a proxy together"
+            who = f"{who} may enrol {limit[0]:g} keys, and then {limit[1]:g} a second"
         if wait_s:
             raise Rejected("request.too_many", who, retry_after_s=wait_s)
 
