@@ -20,6 +20,8 @@ ABANDON_REASON = 100
 """Most characters of the reason for which a lease is given back. The ledger keeps it for ever."""
 ShortText = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
 """A text of at most 300 characters without NUL, which PostgreSQL cannot store."""
+SoftwareName = Annotated[str, Field(max_length=64, pattern=r"^[^\x00]*$")]
+"""Short, because the ledger keeps it for every key, and keys are free."""
 
 
 class ProblemDetails(Record):
@@ -81,7 +83,7 @@ class Enrol(Record):
     """POST /v1/enrol"""
 
     protocol: Count
-    software: ShortText
+    software: SoftwareName
     delegation: Sealed[Delegation] | None = None
     """An owner's statement that this key works for it."""
     invite: Annotated[str, Field(max_length=100)] = ""
@@ -100,7 +102,7 @@ class Enrolled(Record):
 class OpenSession(Record):
     """POST /v1/session"""
 
-    software: ShortText
+    software: SoftwareName
     capabilities: Capabilities | None = None
     """What the machine has. Send it only to a coordinator that lists the feature `capabilities`."""
 

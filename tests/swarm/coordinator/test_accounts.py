@@ -423,6 +423,14 @@ def test_nodes_behind_a_proxy_cannot_fill_the_ledger_with_keys(
     assert "behind a proxy" in str(refused.value)
 
 
+def test_a_long_name_of_the_software_is_refused(swarm: SmallSwarm) -> None:
+    """The ledger keeps it for every key that enrols."""
+    long = Enrol.model_construct(protocol=PROTOCOL, software="x" * 65)
+    refused = refusal(swarm.stranger().client.call, "POST", "/v1/enrol", long, Enrolled)
+    assert refused.code == "request.malformed"
+    assert swarm.events("node.enrolled") == []
+
+
 def test_clients_that_name_many_networks_cannot_fill_the_ledger_with_keys(
     swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
