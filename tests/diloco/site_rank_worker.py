@@ -16,10 +16,10 @@ from shoal.background import BackgroundTask
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import load_diloco_file
 from shoal.diloco.site.site import Site
-from shoal.diloco.site_ranks import SiteRankLost, join_site_ranks
+from shoal.diloco.site_ranks import SiteRankLost, SiteRanks, join_site_ranks
 
 
-def main(path: str, folder: str, die: str = "") -> None:
+def main(path: str, folder: str, die: str = "") -> SiteRanks:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = join_site_ranks(rank=rank, size=size, device="cpu", timeout_s=120)
@@ -49,7 +49,8 @@ def main(path: str, folder: str, die: str = "") -> None:
         site.close()
         other.close()
     torch.save(dict(site.model.named_parameters()), out / f"rank-{rank}.pt")
+    return ranks
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]).release()

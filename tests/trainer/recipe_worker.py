@@ -13,12 +13,12 @@ from tiny_learner import make_batch
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import join_ranks
+from shoal.trainer.distributed.ranks import Ranks, join_ranks
 
 NUM_STEPS = 3
 
 
-def main(model: str, out: str) -> None:
+def main(model: str, out: str) -> Ranks:
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = join_ranks(rank=int(os.environ.get("RANK", "0")), size=size, device="cpu", command_timeout_s=60)
@@ -38,8 +38,10 @@ def main(model: str, out: str) -> None:
             {"figures": figures, "weights": lockstep.snapshot().weights}, Path(out) / f"{name}-{size}.pt"
         )
         lockstep.end("finished")
-    ranks.leave()
+    return ranks
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks = main(*sys.argv[1:])
+    ranks.leave()
+    ranks.release()

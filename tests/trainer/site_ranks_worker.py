@@ -16,7 +16,7 @@ from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import join_ranks
+from shoal.trainer.distributed.ranks import Ranks, join_ranks
 from shoal.trainer.distributed.sites import Sites
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.optim.learner import Learner
@@ -39,7 +39,7 @@ def train_other_site(learner: Learner) -> None:
         learner.step(batch_of(1, version), threading.Event())
 
 
-def main(model: str, folder: str) -> None:
+def main(model: str, folder: str) -> Ranks:
     torch.set_num_threads(1)
     out, config = Path(folder), CONFIG.model_copy(update={"diloco": DILOCO})
     ranks = join_ranks(
@@ -48,7 +48,7 @@ def main(model: str, folder: str) -> None:
     lockstep = Lockstep(config, ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
     if not ranks.leads:
         lockstep.follow()
-        return
+        return ranks
     hub, metrics = LocalHub(), Metrics(out / "metrics.jsonl")
     lockstep.create_learner(Path(model))
     sites = lockstep.create_sites(peer(hub), metrics=metrics, stop=threading.Event())
@@ -68,6 +68,7 @@ def main(model: str, folder: str) -> None:
     sites.close()
     others.close()
     lockstep.end("finished")
+    return ranks
 
 
 def check_resume(lockstep: Lockstep, sites: Sites, folder: Path) -> None:
@@ -85,4 +86,6 @@ def check_resume(lockstep: Lockstep, sites: Sites, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks = main(*sys.argv[1:])
+    ranks.leave()
+    ranks.release()

@@ -230,6 +230,45 @@ def test_an_empty_micro_batch_has_tokens_but_no_outputs() -> None:
     assert empty.targets_N.numel() == empty.advantages_N.numel() == 0
 
 
+# A process group of one process, whose threads have the same names.
+RELEASE = """
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shoal.diloco.site_ranks import SiteRanks
+from shoal.trainer.distributed.ranks import Ranks
+
+def num_threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if sys.argv[1] == "trainer":
+    ranks = Ranks(0, 2, None, dist.new_group(), dist.new_group())
+    ranks.broadcast("a command")
+    ranks.leave()
+else:
+    ranks = SiteRanks(0, 2, commands=dist.new_group())
+    ranks.wait_for_all()
+assert num_threads() > 0
+ranks.release()
+assert num_threads() == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+@pytest.mark.parametrize("kind", ["trainer", "site"])
+def test_released_groups_have_no_threads_left(kind: str) -> None:
+    """One that still holds a tensor while Python exits aborts the process, and torchrun reports a finished run as failed."""
+    command = [sys.executable, "-c", RELEASE, kind]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # -- the whole trainer ------------------------------------------------------------------------------------
 
 

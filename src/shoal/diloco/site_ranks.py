@@ -9,6 +9,7 @@ outer state and what is sent to other sites do not depend on the number of ranks
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +83,15 @@ class SiteRanks:
             dist.broadcast(told, src=0, group=self._commands)
         command, fragment, steps = told.tolist()
         return ReceivedCommand(SiteCommand(command), fragment, steps)
+
+    def release(self) -> None:
+        """Destroys the process groups and waits for their threads. Call it when the site's work is done, not after an error.
+
+        A gloo thread that releases its last tensor while Python exits aborts the process.
+        """
+        dist.destroy_process_group()
+        self._commands = None
+        gc.collect()  # the site refers to the groups too, and is part of reference cycles
 
     def wait_for_all(self) -> None:
         """Waits until every rank has called this."""

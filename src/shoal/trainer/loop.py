@@ -103,23 +103,23 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
         device=site.device,
         command_timeout_s=3 * max(site.deadline_s, merge_s) + 60,
     )
-    lockstep = Lockstep(config, ranks, device=site.device, log=log, stop=stop)
     try:
-        if ranks.leads:
-            _run_rank_0(config, site, lockstep, log=log, stop=stop)
-        else:
-            lockstep.follow()
+        _run_rank(config, site, Lockstep(config, ranks, device=site.device, log=log, stop=stop), log, stop)
     except RuntimeError as error:
         if (explained := as_lost_rank(error, ranks)) is not error:
             raise explained from error
         raise
     finally:
         ranks.leave()
+    ranks.release()
 
 
-def _run_rank_0(
-    config: TrainerConfig, site: TrainerSite, lockstep: Lockstep, *, log: Log, stop: threading.Event
+def _run_rank(
+    config: TrainerConfig, site: TrainerSite, lockstep: Lockstep, log: Log, stop: threading.Event
 ) -> None:
+    if site.rank:
+        lockstep.follow()
+        return
     check_packages(config.metrics)
     client = SignedClient(site.coordinator_url, site.key, log=log, stop=stop)
     metrics = Metrics(site.folder / "metrics.jsonl")

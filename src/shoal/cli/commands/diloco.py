@@ -196,10 +196,14 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
         if ranks.leads:
             _site_id(options.dir)  # the other ranks read it
         ranks.wait_for_all()
-        if not ranks.leads:
-            return _follow(file, options, stop, ranks)
-    with lock_folder(options.dir, stop):
-        return _train_in_locked_folder(file, options, stop, ranks)
+    if ranks is not None and not ranks.leads:
+        code = _follow(file, options, stop, ranks)
+    else:
+        with lock_folder(options.dir, stop):
+            code = _train_in_locked_folder(file, options, stop, ranks)
+    if ranks is not None:
+        ranks.release()
+    return code
 
 
 def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "SiteRanks | None":

@@ -6,6 +6,7 @@ error instead of a hang.
 """
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -127,6 +128,17 @@ class Ranks:
         """Destroys the process groups."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def release(self) -> None:
+        """Waits for the groups' threads, after `leave`, when nothing that refers to the groups is in use any more.
+
+        A gloo thread that releases its last tensor while Python exits aborts the process, although its work is done. Not to be
+        called after an error: a thread may then wait for a rank that is gone.
+        """
+        if self.size > 1:
+            for name in ("mesh", "commands", "checkpoints"):
+                object.__setattr__(self, name, None)
+            gc.collect()  # the learner refers to the groups too, and is part of reference cycles
 
 
 SINGLE_PROCESS = Ranks()
