@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.tasks import Outcome, Split
-from shoal.tasks.environments import hosted
+from shoal.tasks.environments import hosted, reasoning_gym_tasks
 from shoal.tasks.environments.environment_child import ServedEnvironment
 from shoal.tasks.environments.hosted import HostedTask
 from shoal.tasks.environments.reasoning_gym_tasks import ReasoningGym, parse_formula
@@ -196,6 +196,28 @@ def test_answers_are_not_executed(name: str, answer: str) -> None:
     problem = task.problem("train", 0)
     assert task.reward(problem, f"<answer>{answer}</answer>", 1).value < 0.1
     assert task.reward(problem, problem.answer, 1).value == 1.0, "the child still works"
+
+
+@pytest.mark.environments
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("coin_flip", "0"),
+        ("complex_arithmetic", "nan"),
+        ("game_of_life_halting", "?"),
+        ("puzzle24", "6*5/2 + 9"),
+    ],
+)
+def test_data_sets_with_faulty_scorers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, answer: str
+) -> None:
+    assert name not in ReasoningGym.environments()
+    with pytest.raises(ValueError, match=f"the scorer of {name} is faulty: .*; use another data set"):
+        ReasoningGym(dataset=name).problem("train", 0)
+    monkeypatch.setattr(reasoning_gym_tasks, "_FAULTY", {})
+    package = reasoning_gym_tasks.ReasoningGymPackage(name, -1)
+    scores = [package.score(package.make(seed), answer) for seed in range(5)]
+    assert scores.count(1.0) > 2, "remove it from the list if a release scores it correctly"
 
 
 @pytest.mark.environments

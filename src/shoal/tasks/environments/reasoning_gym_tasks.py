@@ -20,6 +20,13 @@ _FUNCTION = re.compile(r"a?(sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|Abs")
 _SAFE_TEXT = re.compile(r"[\w\s+\-*/^().,]*", re.ASCII)
 _EVALUATED = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
 """Modules that evaluate an answer as a Python expression to accept a list."""
+_FAULTY = {
+    "coin_flip": "the start of an answer, such as 0, scores as the whole",
+    "complex_arithmetic": "the answer nan scores as right",
+    "game_of_life_halting": "every answer scores as right",
+    "puzzle24": "the same expression of other numbers scores as right for every problem",
+}
+"""Data sets of release 0.1.25 for which one answer earns the full reward on most problems. Training would find it."""
 
 
 class ReasoningGym(HostedTask):
@@ -54,6 +61,8 @@ class ReasoningGymPackage:
     def __init__(self, dataset: str, level: int, **config: Any) -> None:
         from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
+        if dataset in _FAULTY:
+            raise ValueError(f"the scorer of {dataset} is faulty: {_FAULTY[dataset]}; use another data set")
         if dataset not in self.names():
             raise ValueError(f"no data set {dataset!r}; `shoal tasks show reasoning-gym` lists them")
         kind, config_class = DATASETS[dataset]
@@ -79,7 +88,7 @@ class ReasoningGymPackage:
     def names() -> list[str]:
         from reasoning_gym.factory import DATASETS
 
-        return sorted(DATASETS.keys() - {"composite"})
+        return sorted(DATASETS.keys() - {"composite"} - _FAULTY.keys())
 
     def make(self, seed: int) -> dict[str, Any]:
         entry: dict[str, Any]
