@@ -1,5 +1,6 @@
 """Drafts change no row: tokens, log-probs and proofs are those of feeding token by token, bit for bit."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,22 @@ def test_a_draft_model_with_other_tokens_is_refused(folder: Path, tmp_path: Path
     CharTokenizer("abc").save(tmp_path / "other")
     with pytest.raises(ValueError, match="its tokenizer is not that of the model; use a small model"):
         make_engine(folder, str(tmp_path / "other"))
+
+
+def test_a_draft_model_with_fewer_tokens_drafts_what_it_can(folder: Path, tmp_path: Path) -> None:
+    """Qwen2.5's models have the same tokenizer, and vocabularies that are padded to different sizes."""
+    small, num_tokens = tmp_path / "small", 40
+    create_model("tiny", small, seed=11)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:num_tokens].clone()
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": num_tokens}))
+    expected = drain(make_engine(folder), requests())
+    assert max(token for row in expected.values() for token in row.output_tokens) >= num_tokens
+    engine = make_engine(folder, str(small))
+    assert drain(engine, requests()) == expected
+    assert engine.draft_counts.proposed > 0
 
 
 def test_lookup_proposes_what_followed_the_longest_known_run() -> None:

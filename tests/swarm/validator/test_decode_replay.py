@@ -14,6 +14,7 @@ from honest_work import make_claim, make_lease, make_policy, make_spec
 
 from shoal.cli.run.replay_engine import WorkerReplay
 from shoal.rollout.adversary.lying_engines import AlteredEngine, older
+from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import Engine, make_requests, make_table
 from shoal.rollout.engine.selection import AutoEngine, compute_class, replay_terms
 from shoal.swarm.coordinator.rules.cumulative_evidence import scores_of
@@ -204,6 +205,39 @@ def test_a_changed_bit_is_named(folder: Path) -> None:
         Rejected, match=r"1 of 32 rows have other bits, first row \(0, 3\): log-probs, by up to"
     ):
         replay.check(replace(table, rows=rows), make_claim(lease, b""), policy, random.Random(1))
+
+
+def test_nothing_is_compared_if_memory_was_short_on_either_side(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is preempted is right, but its prompt is computed once more, beside other prompts, which rounds differently."""
+    spec, own = spec_of("float32"), new_engine("float32")
+    own.load(folder, 0)
+    lease, policy = make_lease(spec), policy_of(folder, "float32")
+    table = work(own, own, lease, "float32")
+    assert table.replay == str(replay_terms(own, device="cpu", max_rows=MAX_ROWS))
+    replay = DecodeReplay(WorkerReplay(spec, device="cpu"), 1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch_engine, "fit_blocks", lambda shape, size, **_: size._replace(blocks=size.blocks * 2 // 3)
+        )
+        short = new_engine("float32")
+        short.load(folder, 0)
+        work(short, short, lease, "float32")
+        assert replay_terms(short, device="cpu", max_rows=MAX_ROWS) is None
+        found = replay.check(table, make_claim(lease, b""), policy, random.Random(1))
+        assert found == {"replay": "failed: memory was too short for all rows at once, so bits may differ"}
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerReplay, "generate", no_memory)
+        found = replay.check(table, make_claim(lease, b""), policy, random.Random(1))
+        assert found["replay"] == "failed: DefaultCPUAllocator: can't allocate memory"
+    replay = DecodeReplay(WorkerReplay(spec, device="cpu"), 1.0)
+    assert replay.check(table, make_claim(lease, b""), policy, random.Random(1))["replay"] == "equal"
+
+
+def no_memory(*arguments: object, **named: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 def test_malformed_terms_are_refused(folder: Path) -> None:

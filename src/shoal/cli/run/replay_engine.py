@@ -26,7 +26,10 @@ class WorkerReplay:
         return str(compute_class(engine, device=self._device, compute_dtype=self._spec.compute_dtype))
 
     def terms(self, max_rows: int) -> ReplayTerms | None:
-        return replay_terms(self._engine, device=self._device, max_rows=max_rows)
+        if self._engine.kind != "torch":
+            return None
+        # Not of the engine itself: memory that was short for one lease says nothing about the next.
+        return replay_terms(self._make(max_rows=max_rows), device=self._device, max_rows=max_rows)
 
     def generate(
         self,
@@ -38,7 +41,10 @@ class WorkerReplay:
         *,
         limit_s: float,
     ) -> Sequence[Rollout]:
-        """Returns all rows of a lease, in the order of a file. Raises TimeoutError if that takes longer than `limit_s`."""
+        """Returns all rows of a lease, in the order of a file. Raises TimeoutError if that takes longer than `limit_s`.
+
+        Raises ValueError if memory was short: the worker's prompts were then computed beside other prompts, which rounds differently.
+        """
         give_up_s = time.monotonic() + limit_s
         if max_rows != self._max_rows or self._engine.has_work:  # an error has left rows behind
             self._engine, self._max_rows = self._make(max_rows=max_rows), max_rows
@@ -54,6 +60,8 @@ class WorkerReplay:
                     f"{len(rows)} of {lease.num_rows} rows within {limit_s:.0f} s, {max_rows} at a time"
                 )
             rows += [row.to_rollout() for row in engine.step()]
+        if engine.memory_was_short:
+            raise ValueError("memory was too short for all rows at once, so bits may differ")
         return sorted(rows, key=lambda row: (row.prompt_index, row.sample_index))
 
     def _make(self, *, max_rows: int) -> AutoEngine:

@@ -85,11 +85,13 @@ class DraftModel:
         return [drafts.get(row.number, []) for row in rows]
 
     def _fits(self, row: DraftRow) -> bool:
-        """Returns whether a draft is wanted and fits: the small model's context must hold the longest answer and one more draft."""
+        """Returns whether a draft is wanted and fits: the small model's context must hold the longest answer and one more draft.
+
+        Models of one family may have vocabularies of different sizes: a token that only the large one has cannot be fed here.
+        """
         longest = len(row.prompt) + row.request.max_new_tokens + DRAFT_TOKENS + 1
-        return (
-            row.num > 0 and longest <= self._shape.max_positions and max(row.prompt) < self._shape.vocab_size
-        )
+        largest = max(max(row.prompt), int(row.drawn.max()))
+        return row.num > 0 and longest <= self._shape.max_positions and largest < self._shape.vocab_size
 
     def _slots(self) -> dict[int, int]:
         return {request.prompt_index: slot for slot, request in self._scheduler.running.items()}

@@ -80,6 +80,8 @@ class Scheduler:
         self.pool = BlockPool()
         self.places = PromptPlaces(self.pool)
         self.num_preempted = 0
+        self.num_short = 0
+        """How often a row or prompt had to wait, or a row was preempted, because too few blocks were free."""
         self._rows: dict[int, _RunningRow] = {}
         self._num_admitted = 0
         self._free_slots: list[int] = []
@@ -135,6 +137,7 @@ class Scheduler:
         admitted: list[Admission] = []
         while self._free_slots and self.waiting and self.waiting[0].prompt_tokens in ready:
             if self.pool.num_free < 1 + self._reserve():
+                self.num_short += 1
                 break
             slot, request = heapq.heappop(self._free_slots), self.waiting.popleft()
             blocks = self.pool.take(1)
@@ -178,6 +181,7 @@ class Scheduler:
         (row,) = self.remove([slot])
         self.waiting.appendleft(row.request)
         self.num_preempted += 1
+        self.num_short += 1
         return slot, row.number
 
     def finished(self, ended: Collection[int], *, step: int) -> list[int]:
@@ -243,6 +247,7 @@ class Scheduler:
             if prompt not in self.places:
                 blocks, places = blocks - blocks_for(len(prompt)), places - 1
                 if blocks < 1 or places < 0:  # one block is for the first row that starts from the prompt
+                    self.num_short += 1
                     break
             fitting.append(prompt)
         return fitting, self.places.place(fitting, keep=keep)

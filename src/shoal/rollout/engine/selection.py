@@ -99,6 +99,11 @@ class AutoEngine:
         return "torch" if self._chosen is None or isinstance(self._chosen, TorchEngine) else "transformers"
 
     @property
+    def memory_was_short(self) -> bool:
+        """Returns whether memory changed the order of the work, on which the last bits of rows depend."""
+        return isinstance(self._chosen, TorchEngine) and self._chosen.memory_was_short
+
+    @property
     def policy_version(self) -> int | None:
         return None if self._chosen is None else self._chosen.policy_version
 
@@ -166,9 +171,12 @@ def compute_class(engine: Engine, *, device: str, compute_dtype: ComputeDtype) -
 def replay_terms(engine: Engine, *, device: str, max_rows: int) -> ReplayTerms | None:
     """Returns the terms under which this engine generates the same bits again, or None if that is not known of it.
 
-    Measured for TorchEngine on CPUs: all rows of a lease together, and not of rows with stop strings, which end at the next fold.
+    Measured for TorchEngine on CPUs: all rows of a lease together, if memory was enough for that, and not of rows with stop
+    strings, which end at the next fold.
     """
     if not isinstance(engine, AutoEngine) or engine.kind != "torch" or torch.device(device).type != "cpu":
+        return None
+    if engine.memory_was_short:
         return None
     return ReplayTerms(machine_digest(), torch.get_num_threads(), max_rows)
 

@@ -100,6 +100,8 @@ class TorchEngine:
         """What the submitted rows need; lowered to what fits when a step is built."""
         self._max_blocks: int | None = None
         """Lowered when the device runs out of memory."""
+        self._fewer_rows = False
+        """Whether memory allows for fewer rows at once than were asked for."""
         self._step: CpuStep | CudaStep | None = None
         self._ended_rows = EndedRowsReader(lookahead=0)
         self._num_steps = 0
@@ -140,6 +142,7 @@ class TorchEngine:
             # the rows before these.
             self._prompts.clear()
             self._max_blocks = None  # what another process took may be free again
+            self._fewer_rows, self._scheduler.num_short = False, 0
         scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
         if requests:
             rows = [*scheduler.running.values(), *scheduler.waiting, *requests]
@@ -320,7 +323,9 @@ class TorchEngine:
         old = self._step
         if old is not None and old.slots.size == self._cache_size:
             return old
-        self._cache_size = size = self._fit(self._cache_size, old)
+        wanted = self._cache_size
+        self._cache_size = size = self._fit(wanted, old)
+        self._fewer_rows = size.rows < wanted.rows
         if old is not None and old.slots.size == size:
             return old
         if old is not None and old.slots.size.blocks < size.least_blocks and not self._paged:
@@ -335,6 +340,14 @@ class TorchEngine:
             self._ended_rows = EndedRowsReader(new.lookahead)
         self._scheduler.resize(size)
         return new
+
+    @property
+    def memory_was_short(self) -> bool:
+        """Returns whether memory changed the order of the work since the engine was last idle.
+
+        Rows are then right, but their last bits may be others: prompts were computed beside other prompts.
+        """
+        return self._fewer_rows or self._scheduler.num_short > 0
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -408,6 +421,7 @@ class TorchEngine:
         """Puts all running rows back into the queue and frees their memory. They draw the same tokens again."""
         self._prompts.clear()
         self._scheduler.restart()
+        self._scheduler.num_short += 1
         self._loaded().prover.forget()
         self._step = None
         if self._device.type == "cuda":

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from shoal.files import is_out_of_memory
 from shoal.swarm.validator.format_checks import where
 from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.wire.codes import UNCERTAIN, Rejected
@@ -80,7 +79,9 @@ class DecodeReplay:
             again = self.engine.generate(
                 policy.folder, policy.version, policy.weights, lease, max_rows, limit_s=limit_s
             )
-        except (ValueError, OSError, torch.OutOfMemoryError) as error:  # the other checks have passed
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # the other checks have passed
+            if not isinstance(error, (ValueError, OSError)) and not is_out_of_memory(error):
+                raise
             return {"replay": f"failed: {str(error)[:200]}"}
         differing = [row for row, other in zip(table.rows, again, strict=True) if row != other]
         if differing:
