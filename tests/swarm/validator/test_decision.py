@@ -1,6 +1,7 @@
 """Verdicts over a whole submission: calibrated noise, and how surprising the tokens are."""
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import torch
 from honest_work import generate, make_claim, make_lease, make_policy, make_spec, make_table, sharpen
 
 from shoal import toploc
-from shoal.swarm.validator.fact_checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
+from shoal.swarm.validator.fact_checks import (
+    RowFacts,
+    check_facts,
+    check_surprise,
+    few_token_exponent,
+    surprise_z,
+    units_of,
+)
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.swarm.validator.recompute import recompute
@@ -179,6 +187,29 @@ def test_surprise_of_a_deterministic_model_is_zero() -> None:
     still = np.zeros(8)
     sure = RowFacts((), still, still, still + 0.1, still)
     check_surprise([sure])
+
+
+def sure_model(num_tails: int, *, num_tokens: int = 250) -> RowFacts:
+    """Returns draws of a model that gives one token 1 - 4.5e-5 and divides the rest evenly among 150,000 others."""
+    tail = 4.5e-5
+    costs = np.array([-math.log1p(-tail), -math.log(tail / 150_000)])
+    chances = np.array([1 - tail, tail])
+    entropy = float(chances @ costs)
+    logprobs = np.full(num_tokens, -costs[0])
+    logprobs[:num_tails] = -costs[1]
+    variance = np.full(num_tokens, float(chances @ (costs - entropy) ** 2))
+    return RowFacts((), logprobs, np.zeros(num_tokens), -logprobs - entropy, variance)
+
+
+def test_one_honest_token_from_the_tail_of_a_sure_model_is_no_lie() -> None:
+    """One of 90 such submissions has a token of the tail; five in one have a probability of 1e-12."""
+    assert surprise_z([sure_model(1)]) > 8
+    for num_tails in (0, 1, 2):
+        check_surprise([sure_model(num_tails)])
+    with pytest.raises(Rejected, match="standard deviations less likely"):
+        check_surprise([sure_model(8)])
+    tails = [few_token_exponent([sure_model(num)]) for num in range(1, 9)]
+    assert tails == sorted(tails) and tails[0] < math.log(1e4)
 
 
 # -- with a calibration of a real model in bfloat16 ---------------------------------------------------------

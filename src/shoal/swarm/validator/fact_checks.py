@@ -230,6 +230,10 @@ MAX_SURPRISE = 8.0
 """Standard deviations. A sum over hundreds of tokens is nearly normal and over a few is skewed; 8 is safe for both."""
 MIN_SURPRISE_VARIANCE = 4.0
 """Least variance that is divided by: with less, too few tokens were left to chance to say anything."""
+SURPRISE_CAP = 8.0
+"""Most that one token may add to the surprise of `few_token_exponent`."""
+CERTAIN_EXPONENT = math.log(1e8)
+"""A surprise that honest draws reach with a probability of at most 1 in 100,000,000."""
 
 
 def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None) -> None:
@@ -256,10 +260,12 @@ def check_far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
 def check_surprise(facts: Sequence[RowFacts]) -> None:
     """Refuses tokens that are more or less likely than draws of this model at this temperature.
 
-    Independent of the seed, so it finds tokens of another model or sampler even where the draw check does not.
+    Independent of the seed, so it finds tokens of another model or sampler even where the draw check does not. Where a model is sure
+    of nearly every token, one honest draw from the tail of a large vocabulary can be more than MAX_SURPRISE: tokens that are too
+    unlikely must be several.
     """
     z = surprise_z(facts)
-    if abs(z) > MAX_SURPRISE:
+    if z < -MAX_SURPRISE or (z > MAX_SURPRISE and few_token_exponent(facts) > CERTAIN_EXPONENT):
         raise Rejected(
             "reject.wrong_sampling",
             f"the tokens are {abs(z):.1f} standard deviations {'less' if z > 0 else 'more'} likely than draws of the "
@@ -272,6 +278,19 @@ def surprise_z(facts: Sequence[RowFacts]) -> float:
     variance = sum(float(fact.surprise_variance_T.sum()) for fact in facts)
     total = sum(float(fact.surprise_T.sum()) for fact in facts)
     return total / math.sqrt(max(variance, MIN_SURPRISE_VARIANCE))
+
+
+def few_token_exponent(facts: Sequence[RowFacts]) -> float:
+    """Returns e such that draws of the model are so unlikely together with a probability of at most exp(-e), for any distribution.
+
+    Bennett's inequality for a sum of terms with mean at most 0, bounded from above: each token counts at most SURPRISE_CAP.
+    """
+    total = sum(float(np.minimum(fact.surprise_T, SURPRISE_CAP).sum()) for fact in facts)
+    if total <= 0:
+        return 0.0
+    variance = max(1e-6, sum(float(fact.surprise_variance_T.sum()) for fact in facts))
+    ratio = SURPRISE_CAP * total / variance
+    return variance / SURPRISE_CAP**2 * ((1 + ratio) * math.log1p(ratio) - ratio)
 
 
 def _far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> tuple[int, int]:
