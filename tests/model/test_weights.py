@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.model.builtin import create_model
 from shoal.model.load_model import empty_decoder, load_causal, load_decoder
-from shoal.model.shape import read_shape
+from shoal.model.shape import read_end_tokens, read_shape
 from shoal.model.weights import find_weight_files, load_weights, save_weights
 
 
@@ -100,6 +101,8 @@ def test_a_tied_matrix_stored_twice_is_loaded_once(folder: Path, tmp_path: Path)
         {"intermediate_size": 2**40},
         {"num_attention_heads": 0},
         {"num_attention_heads": 10**6, "head_dim": 1},
+        {"max_position_embeddings": 2**31},
+        {"model_type": "gpt2", "max_position_embeddings": 2**31, "n_embd": 128, "n_head": 4},
         {"model_type": "gpt2", "n_layer": 10_000_000, "num_hidden_layers": None},
         {"model_type": "mixtral", "num_local_experts": 10_000_000},
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10_000_000, "hidden_size": 64}},
@@ -113,8 +116,41 @@ def test_a_model_that_is_larger_than_its_weights_is_not_built(
     hostile = shutil.copytree(folder, tmp_path / "hostile")
     config = json.loads((folder / "config.json").read_text())
     (hostile / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=r"the weights have \d+ bytes|is not a positive whole number"):
+    words = r"the weights have \d+ bytes|is not a positive whole number|more memory .* than the weights"
+    with pytest.raises(ValueError, match=words):
         load_causal(hostile)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {name: value}
+        for name in (
+            "max_position_embeddings",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_theta",
+            "rope_scaling",
+        )
+        for value in (-1, "x", [1], {"a": 1}, 10**40)
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_kind_is_no_error_of_a_library(
+    folder: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """A version's folder comes from an operator whom the owner of a worker may not trust. transformers accepts some of them."""
+    hostile = shutil.copytree(folder, tmp_path / "hostile")
+    config = json.loads((folder / "config.json").read_text())
+    (hostile / "config.json").write_text(json.dumps(config | change))
+    with suppress(ValueError):
+        load_causal(hostile)
+
+
+def test_end_tokens_are_tokens(folder: Path) -> None:
+    for value in (-1, "x", [2, None], True, 1.5):
+        with pytest.raises(ValueError, match="is not a token"):
+            read_end_tokens(folder, {"eos_token_id": value})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from shoal.model.transformers_model import (
 )
 from shoal.model.weights import WEIGHTS_FILE, find_weight_files, load_weights, stored_names
 
+MOST_TABLE_BYTES = 2 << 30
+"""What tables that are not weights, such as rotations of all positions, may take beyond the bytes of the weights."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -28,8 +30,14 @@ def load_decoder(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
     """Loads the model in `folder` (config.json, model.safetensors) with its parameters in `dtype` on `device`."""
-    _check_sizes(folder)
-    decoder = empty_decoder(read_shape(folder), dtype, device)
+    num_bytes = _check_sizes(folder)
+    shape = read_shape(folder)
+    if 2 * 4 * shape.max_positions * shape.head_dim > num_bytes + MOST_TABLE_BYTES:
+        raise ValueError(
+            f"{folder}/config.json: max_position_embeddings={shape.max_positions} needs more memory for its rotations than the weights "
+            "take; lower it to the longest context that you need"
+        )
+    decoder = empty_decoder(shape, dtype, device)
     load_weights(decoder, folder / WEIGHTS_FILE)
     return decoder
 
@@ -47,9 +55,15 @@ def load_transformers_model(
     folder: Path, dtype: torch.dtype, device: torch.device | str
 ) -> TransformersModel:
     """Loads a model of any family through transformers."""
-    _check_sizes(folder)
+    num_bytes, config = _check_sizes(folder), read_json(folder / "config.json")
     try:
-        model = empty_transformers_model(read_json(folder / "config.json"), dtype, device)
+        numbers = _count_numbers(config)
+        # Finds sizes that _check_sizes does not know, such as the positions of a learned embedding.
+        if numbers > num_bytes + MOST_TABLE_BYTES // 4:
+            raise ValueError(
+                f"{folder}/config.json asks for {numbers} numbers, and the weights have {num_bytes} bytes; does it belong to them?"
+            )
+        model = empty_transformers_model(config, dtype, device)
     except ImportError:
         raise ValueError(f"{decoder_refuses(folder)}; other families need transformers") from None
     load_weights(model, folder / WEIGHTS_FILE)
@@ -64,8 +78,20 @@ def load_transformers_model(
     return model
 
 
-def _check_sizes(folder: Path) -> None:
-    """Raises ValueError if config.json asks for a model that is larger than the weights in the folder.
+def _count_numbers(config: dict[str, Any]) -> int:
+    """Returns how many numbers the parameters and buffers of a model have, without creating them."""
+    try:
+        with torch.device("meta"):
+            model = empty_transformers_model(config, torch.bfloat16, "meta")
+    except (TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"config.json: transformers cannot build this model: {str(error)[:300]}; correct it"
+        ) from None
+    return sum(one.numel() for one in (*model.parameters(), *model.buffers()))
+
+
+def _check_sizes(folder: Path) -> int:
+    """Returns the bytes of the weights. Raises ValueError if config.json asks for a model that is larger than the weights in the folder.
 
     The model is built before its weights are read: ten million layers would fill the memory first, and a bare config.json would build
     a model of its family's default size.
@@ -82,6 +108,7 @@ def _check_sizes(folder: Path) -> None:
                     f"{folder}/config.json asks for {count} times {width} parameters or more, and the weights have {num_bytes} bytes; "
                     "does it belong to them?"
                 )
+    return num_bytes
 
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")

@@ -17,6 +17,7 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
     "pretraining_tp": (1,),
 }
 
+LARGEST_NUMBER = 1e30
 _NEEDED = (
     "num_attention_heads",
     "vocab_size",
@@ -91,47 +92,80 @@ def read_shape(folder: Path) -> Shape:
         )
     if family != "qwen2" and config.get("attention_bias"):
         raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for {family}")
-    window = config.get("sliding_window") if family == "mistral" else None
-    if window is not None and window < config["max_position_embeddings"]:
-        raise ValueError(f"{folder}/config.json: sliding_window={window} is not supported; only null")
     try:
-        rope = read_rope(config)
+        return _shape_of(config, str(family))
     except ValueError as error:
         raise ValueError(f"{folder}/config.json: {error}") from None
-    num_heads = int(config["num_attention_heads"])
-    if num_heads < 1:
-        raise ValueError(f"{folder}/config.json: num_attention_heads={num_heads} is not positive")
+
+
+def _shape_of(config: Mapping[str, Any], family: str) -> Shape:
+    positions = _whole(config, "max_position_embeddings")
+    window = config.get("sliding_window") if family == "mistral" else None
+    if window is not None and _whole(config, "sliding_window") < positions:
+        raise ValueError(f"sliding_window={window} is not supported; only null")
+    num_heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
     return Shape(
-        vocab_size=int(config["vocab_size"]),
-        hidden_size=int(config["hidden_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        vocab_size=_whole(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=_whole(config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
-        ffn_size=int(config["intermediate_size"]),
-        rope=rope,
-        norm_eps=float(config["rms_norm_eps"]),
+        num_kv_heads=_whole(config, "num_key_value_heads", num_heads),
+        head_dim=_whole(config, "head_dim", hidden_size // num_heads),
+        ffn_size=_whole(config, "intermediate_size"),
+        rope=read_rope(config),
+        norm_eps=float(_number(config, "rms_norm_eps")),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        max_positions=int(config["max_position_embeddings"]),
+        max_positions=positions,
     )
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Returns a size of a config.json, or the default where it has none. Raises ValueError if it is not a positive whole number."""
+    value = config.get(name)
+    if value is None and default is not None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={str(value)[:40]!r} is not a positive whole number")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str) -> float:
+    """Returns a setting of a config.json. Raises ValueError if it is not a finite number, or negative."""
+    value = config[name]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < LARGEST_NUMBER:
+        raise ValueError(f"{name}={str(value)[:40]!r} is not a number from 0 on")
+    return value
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
     """Reads the settings of a config.json. Raises ValueError that names the setting if it is not supported."""
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one dict for both.
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"the rope settings {str(found)[:40]!r} are not a JSON object")
+    given: dict[str, Any] = dict(found)
     given.setdefault("rope_type", given.get("type", "default"))
     given.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     if given["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"rope type {given['rope_type']!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+    if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial_rotary_factor is not supported")
     if not given.get("original_max_position_embeddings"):
         given["original_max_position_embeddings"] = int(config["max_position_embeddings"])
     known = {one.name for one in fields(Rope)}
-    return Rope(**{name: value for name, value in given.items() if name in known and value is not None})
+    used = {name: value for name, value in given.items() if name in known and value is not None}
+    numbers = {name: _number(used, name) for name in used.keys() - {"rope_type", "truncate"}}
+    return Rope(**{**used, **numbers, "truncate": used.get("truncate", True) is True})
+
+
+def read_vocab_size(folder: Path, config: dict[str, Any]) -> int:
+    """Returns the number of tokens of a config.json. Raises ValueError if it has none."""
+    try:
+        return _whole(config, "vocab_size")
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json: {error}") from None
 
 
 def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
@@ -141,7 +175,10 @@ def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     for source in (config, read_json(generation) if generation.exists() else {}):
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(int(token) for token in found))
+    for token in found:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{folder}: eos_token_id={str(token)[:40]!r} is not a token")
+    return tuple(dict.fromkeys(found))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.model.chat_template import THOUGHT_END, render_chat, template_thinks
-from shoal.model.shape import read_end_tokens, read_json
+from shoal.model.shape import read_end_tokens, read_json, read_vocab_size
 from shoal.wire.lease import Lease
 
 if TYPE_CHECKING:
@@ -184,12 +184,12 @@ class FileTokenizer:
             else None
         )
         ends = read_end_tokens(folder, config) or (() if own is None else (own,))
-        if not ends:
+        self.vocab_size = read_vocab_size(folder, config)
+        self.end_tokens = frozenset(token for token in ends if token < self.vocab_size)
+        if not self.end_tokens:
             raise ValueError(
-                f"{folder}: neither config.json nor the tokenizer names an end token (eos_token_id)"
+                f"{folder}: neither config.json nor the tokenizer names an end token of the vocabulary (eos_token_id)"
             )
-        self.end_tokens = frozenset(ends)
-        self.vocab_size = int(config["vocab_size"])
         special = {
             token.content: number
             for number, token in self._raw.get_added_tokens_decoder().items()

@@ -168,12 +168,16 @@ def read_limits(config: dict[str, Any]) -> ModelLimits:
 
 
 def _read_config(config: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     # From a file, because from_pretrained also reads values that JSON lacks, such as infinity.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
+            raise ValueError(f"config.json: {str(error)[:300]}") from None
 
 
 def _limits(config: Any) -> ModelLimits:
