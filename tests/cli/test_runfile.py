@@ -187,6 +187,29 @@ def test_the_dry_run_tries_the_file(tmp_path: Path) -> None:
         )
 
 
+def test_the_longest_prompt_of_a_data_set_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """One row of 400 is too long: every worker that gets it would end."""
+    create_model("tiny", tmp_path / "model", seed=0)
+    rows = [
+        {"question": f"{number} + 1 =", "answer": f"It is {number}.\n#### {number}"} for number in range(400)
+    ]
+    rows[333]["question"] = "1 + " * 600 + "1 ="
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'name = "gsm8k"\noptions = {{ path = "{data}", style = "bare" }}'
+    text = GOOD.replace('name = "sort"\noptions = { length = 4 }', task).replace(
+        '"tiny"', f'"{tmp_path / "model"}"'
+    )
+    path = tmp_path / "test.toml"
+    with pytest.raises(
+        ValueError,
+        match=r"longest of 400 prompts .* positions of .*leave long prompts out \(the option max_chars",
+    ):
+        try_run(load(tmp_path, text), path, starts=True)
+    shorter = text.replace('style = "bare"', 'style = "bare", max_chars = 100')
+    assert try_run(load(tmp_path, shorter), path, starts=True) == []
+
+
 @pytest.mark.parametrize(
     ("files", "changed", "words"),
     [
