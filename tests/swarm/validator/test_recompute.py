@@ -104,9 +104,25 @@ def test_rows_that_do_not_fit_together_are_checked_in_smaller_pieces(
         same(one, other)
     assert sizes[0] == len(rows) and min(sizes) <= 2
 
-    def never(*_: object) -> Any:
+    monkeypatch.setattr(recomputing, "_start_batch", start)
+    finish = recomputing._finish_batch
+
+    def short_at_the_end(started: Any, control_seed: int, *, skip: Any) -> Any:
+        if len(started.batch) > 2:
+            raise error
+        return finish(started, control_seed, skip=skip)
+
+    monkeypatch.setattr(recomputing, "_finish_batch", short_at_the_end)
+    small = replace(policy, batch_tokens=200)  # several batches, of which two are in memory at once
+    for one, other in zip(expected, recompute(rows, lease, small, control_seed=1), strict=True):
+        same(one, other)
+
+    def never(*_: object, **__: object) -> Any:
         raise error
 
+    monkeypatch.setattr(recomputing, "_finish_batch", never)
+    with pytest.raises(CannotCheck, match="out of memory for a row of"):
+        recompute(rows, lease, policy, control_seed=1)
     monkeypatch.setattr(recomputing, "_start_batch", never)
     with pytest.raises(CannotCheck, match="out of memory for a row of"):
         recompute(rows, lease, policy, control_seed=1)

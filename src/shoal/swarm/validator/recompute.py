@@ -103,12 +103,13 @@ def recompute_many(
     malformed: dict[int, Rejected] = {}
     started: _StartedBatch | None = None
     work = deque(_batches(entries, policy.batch_tokens))
+    overlap = True
     # A GPU works on one batch while the host finishes the batch before it.
     while work or started is not None:
         if stop is not None and stop.is_set():
             raise Stopped("stopped between two batches of a check")
         previous, started = started, None
-        if work:
+        if work and (overlap or previous is None):
             batch = work.popleft()
             try:
                 started = _start_batch(policy, batch, control_seed)
@@ -116,10 +117,18 @@ def recompute_many(
                 if not is_out_of_memory(error):
                     raise
                 work.extendleft(reversed(_smaller(batch, error, alone=previous is None)))
-        if previous is not None:
+        if previous is None:
+            continue
+        try:
             new_facts, new_malformed = _finish_batch(previous, control_seed, skip=malformed.keys())
-            facts.update(new_facts)
-            malformed.update(new_malformed)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            work.extendleft(reversed(_smaller(previous.batch, error, alone=started is None)))
+            overlap = False  # from now on one batch has all the memory
+            continue
+        facts.update(new_facts)
+        malformed.update(new_malformed)
     return [
         malformed.get(number) or [facts[number, index] for index in range(len(one.rows))]
         for number, one in enumerate(submissions)
