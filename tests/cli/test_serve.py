@@ -178,7 +178,9 @@ def test_an_answer_of_other_weights_is_refused(
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
         ({"messages": [{"role": "user", "content": "3"}]}, "prompt must be given"),
         ({"max_tokens": 4000}, "exceed the model's 2048 positions"),
-        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"max_completion_tokens": -3}, "max_completion_tokens=-3 must be at least 1"),
+        ({"prompt": ""}, "prompt must be given and not be empty"),
         ({"prompt": "\u2603"}, "is not in the model's alphabet"),
     ],
 )

@@ -249,7 +249,8 @@ def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
     asked = CompletionRequest.parse(body)
     given, other = (asked.messages, asked.prompt) if chat else (asked.prompt, asked.messages)
     if not given or other is not None:
-        raise ValueError(f"{'messages' if chat else 'prompt'} must be given, and not the other of the two")
+        wanted, unwanted = ("messages", "prompt") if chat else ("prompt", "messages")
+        raise ValueError(f"{wanted} must be given and not be empty, and {unwanted} must not be given")
     if asked.stream:
         raise ValueError(
             "stream=true is not supported; an answer is sent with its proofs, when it is complete"
@@ -258,6 +259,12 @@ def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
         raise ValueError(
             f"top_p={asked.top_p} is not supported: a check repeats draws from the whole distribution"
         )
+    for name, limit in (
+        ("max_tokens", asked.max_tokens),
+        ("max_completion_tokens", asked.max_completion_tokens),
+    ):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name}={limit} must be at least 1")
     if not 1 <= asked.n <= MAX_CHOICES:
         raise ValueError(f"n={asked.n} must be from 1 to {MAX_CHOICES}")
     if not MIN_TEMPERATURE <= asked.temperature <= MAX_TEMPERATURE:
