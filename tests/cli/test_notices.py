@@ -39,6 +39,18 @@ def test_each_kind_of_warning_is_said_once(tmp_path: Path) -> None:
     assert follower.new_warnings() == [f"warning, validator-1: cut off (log: {log})"]
 
 
+def test_a_worker_that_gets_no_lease_is_mentioned(tmp_path: Path) -> None:
+    follower, log = LogFollower(tmp_path), tmp_path / "worker-1.log"
+    reason = (
+        "leases of this node that ended without valid work: 7.3 not made up for; the next lease is in 113 s"
+    )
+    log.write_text(
+        "09:00:01 I worker      waiting for a lease: no work now  waited_s=61 deadline_s=900\n"
+        f"09:00:02 I worker      waiting for a lease: {reason}  waited_s=61 deadline_s=900\n"
+    )
+    assert follower.new_warnings() == [f"warning, worker-1: waiting for a lease: {reason} (log: {log})"]
+
+
 def test_the_progress_of_a_long_step_is_shown_while_the_run_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

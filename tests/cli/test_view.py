@@ -49,6 +49,32 @@ def test_progress_has_a_bar_and_the_time_that_is_left() -> None:
     assert pace.progress(stats(newest_version=10)) == "[####################] version 10/10"
 
 
+def test_a_run_that_stalls_says_what_it_waits_for() -> None:
+    pace = Pace()
+    for version in (2, 3, 4):
+        pace.note(stats(newest_version=version), 5.0 * version)
+    pace.note(stats(newest_version=4), 39.0)
+    assert not pace.stalled and pace.progress(stats(newest_version=4)).endswith("about 30 s left")
+    pace.note(stats(newest_version=4), 41.0)
+    assert pace.stalled and pace.progress(stats(newest_version=4)).endswith("version 4/10")
+    pace.note(stats(newest_version=5), 42.0)
+    assert not pace.stalled
+
+
+def test_stalled_lines_have_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, out = [0.0], io.StringIO()
+    monkeypatch.setattr("shoal.cli.ui.view.time.monotonic", lambda: now_s[0])
+    view = make_view(NAMES, Console(file=out, width=40))
+    for version, second in ((2, 0), (3, 5), (3, 60)):
+        now_s[0] = float(second)
+        view.show(stats(newest_version=version, waiting_for="rollouts: 2 of 4 groups ready"))
+    lines = out.getvalue().splitlines()
+    assert "waiting for" not in lines[-2]
+    assert lines[-1].endswith(
+        "(waiting for rollouts: 2 of 4 groups ready, 55 s so far; a version takes about 5 s)"
+    )
+
+
 def test_waiting_counts_the_seconds_of_one_reason() -> None:
     pace, first = Pace(), "rollouts: 1 of 4 groups ready"
     pace.note(stats(waiting_for=first), 10.0)

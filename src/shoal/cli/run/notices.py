@@ -17,10 +17,14 @@ from shoal.wire.messages import RunWarning, Stats
 
 FOLLOWED = ("coordinator", "trainer", "validator")
 """Roles whose warnings concern the owner of the run. Those of workers and relays are mostly about retries."""
+_HELD_BACK = "waiting for a lease: leases of "
+"""How a worker says that it gets no lease because too many of its leases ended without valid work: the run may stand still."""
 MAX_BYTES = 1 << 20
 """Most bytes of a log that are read at a time."""
-_LINE = re.compile(r"^\d\d:\d\d:\d\d (?:[WE]|I(?= \w+ +waiting for disk space)) \w+ +(.*)$")
-"""Waits are no warnings, except one for disk space: it ends only when somebody acts."""
+_LINE = re.compile(
+    r"^\d\d:\d\d:\d\d (?:[WE]|I(?= \w+ +waiting for (?:disk space|a lease: leases of ))) \w+ +(.*)$"
+)
+"""Waits are no warnings, except those that may last until somebody acts: for disk space, and _HELD_BACK."""
 _SAID_ELSEWHERE = re.compile(
     r"reject\.|node (quarantined|ejected)|refused:|signed requests for any host|the verdict came too late|.* kind=[a-z-]+$"
 )
@@ -53,9 +57,12 @@ class LogFollower:
         """Returns a sentence for each kind of warning that appeared for the first time since the last call."""
         sentences = []
         for path in sorted(self._logs.glob("*.log")):
-            if not path.name.startswith(FOLLOWED):
+            followed = path.name.startswith(FOLLOWED)
+            if not followed and not path.name.startswith("worker"):
                 continue
             for message in self._new_messages(path):
+                if not followed and not message.startswith(_HELD_BACK):
+                    continue
                 kind = (path.stem, re.sub(r"[0-9a-f]{6,}|\d+(\.\d+)?", "", message))
                 if kind not in self._told:
                     self._told.add(kind)

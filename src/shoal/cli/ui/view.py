@@ -16,6 +16,8 @@ from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.messages import NodeView, Stats
 
 LINE_EVERY_S, QUIET_LINE_S = 3.0, 60.0
+STALLED_S, STALLED_STEPS = 10.0, 4
+"""A run is stalled if no version came for both this many seconds and this many times the usual step."""
 """Least and most seconds between two lines. The time doubles while no new version appears."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
@@ -58,7 +60,8 @@ class LineView:
             self.say(f"{self._pace.progress(stats)}  {headline(stats)}{self._note(stats, now_s)}")
 
     def _note(self, stats: Stats, now_s: float) -> str:
-        return f"  ({self._pace.waiting(stats, now_s)})" if is_waiting(stats) else ""
+        shown = is_waiting(stats) or self._pace.stalled
+        return f"  ({self._pace.waiting(stats, now_s)})" if shown else ""
 
     def say(self, sentence: str) -> None:
         self._console.print(
@@ -107,6 +110,8 @@ class Pace:
         self._seen: list[tuple[float, int]] = []
         self._waits_for, self._since_s = "", 0.0
         self.rewards: list[float] = []
+        self.stalled = False
+        """Whether the next version takes much longer than the last ones."""
 
     def note(self, stats: Stats, now_s: float) -> None:
         """Takes the state of the run at `now_s`."""
@@ -119,6 +124,10 @@ class Pace:
                 self.rewards.append(stats.latest.reward_mean)
         if kind != self._waits_for:
             self._waits_for, self._since_s = kind, now_s
+        step_s = self.step_s()
+        self.stalled = step_s is not None and now_s - self._seen[-1][0] > max(
+            STALLED_S, STALLED_STEPS * step_s
+        )
 
     def step_s(self) -> float | None:
         """Returns the mean seconds of the last ten versions that were seen; None before the second one."""
@@ -134,7 +143,9 @@ class Pace:
         version = "-" if stats.newest_version is None else str(newest)
         step_s = self.step_s()
         left = (
-            "" if step_s is None or newest >= last else f", about {duration(step_s * (last - newest))} left"
+            ""
+            if step_s is None or self.stalled or newest >= last
+            else f", about {duration(step_s * (last - newest))} left"
         )
         return f"[{'#' * full}{'.' * (BAR_WIDTH - full)}] version {version}/{last}{left}"
 
