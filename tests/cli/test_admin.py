@@ -34,6 +34,8 @@ def test_actions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         assert "shoal join http://127.0.0.1" in capsys.readouterr().out
         assert admin(tmp_path, url, "ban", "ab" * 32, "--reason", "who is it") == 1
         assert "no node" in capsys.readouterr().err
+        assert admin(tmp_path, url, "ban", "--reason", "it lies often") == 2
+        assert "`shoal admin ban` needs a node: write its id after 'ban'" in capsys.readouterr().err
         assert admin(tmp_path, url, "pause", "--reason", "x") == 2
         assert "is too short; say why" in capsys.readouterr().err
 

@@ -165,7 +165,7 @@ def test_a_url_without_http_is_named(
             ("ledger", "verify", "out/none"),
             "no folder out/none; give a run's folder, such as out/NAME, or a URL",
         ),
-        (("eval", "out/none"), "out/none is neither a run's folder nor a URL, so --task must name the task"),
+        (("eval", "out/none"), "--task is missing: out/none is neither a run's folder nor a URL"),
         (("chat", URL), f"fetch a version first: shoal export {URL} --version newest --out FOLDER"),
         (("data", "check", "--task", "qa"), "task 'qa' needs path"),
     ],

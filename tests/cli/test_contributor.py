@@ -17,8 +17,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, SmallRun, eventually, small_run
 
+from shoal.cli.commands.doctor import _protocol
 from shoal.cli.main import parse, run_command
+from shoal.cli.public_api import PublicApi
 from shoal.wire.keys import Key
+from shoal.wire.messages import Info
 
 
 def shoal(*words: object, stop: threading.Event | None = None) -> int:
@@ -127,6 +130,16 @@ def test_doctor_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert shoal("doctor", run.url, "--dir", tmp_path / "node") == 0
         said = capsys.readouterr().out
         assert "ok   relay" in said and "ok   disk" in said
+
+
+def test_doctor_tells_a_finished_run_and_old_software(tmp_path: Path) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run, PublicApi(run.url) as api:
+        info = api.read("/v1/info", Info)
+    found = _protocol(info.model_copy(update={"finished": True}))
+    assert (found.state, found.remedy) == ("bad", "it needs no more work; join another run")
+    found = _protocol(info.model_copy(update={"min_software": "shoal 99.0.0"}))
+    assert found.state == "weak" and "it needs shoal 99.0.0, and this is shoal" in found.words
+    assert _protocol(info.model_copy(update={"min_software": "shoal 0.1.0"})).state == "good"
 
 
 def test_join_without_consent_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,8 @@ def test_rollouts_are_exported(
     trained: SmallSwarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rollouts.parquet"
+    assert main(["rollouts", *arguments(trained), "--export", str(out.with_suffix(".csv"))]) == 2
+    assert "it writes Parquet; name it *.parquet" in capsys.readouterr().err
     assert main(["rollouts", *arguments(trained), "--export", str(out)]) == 0
     assert "8 answers in 4 groups" in capsys.readouterr().out
     table = pq.read_table(out).to_pylist()

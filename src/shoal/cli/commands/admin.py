@@ -55,6 +55,11 @@ def admin(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.order == "invite":
         code = secrets.token_hex(16)  # no code may begin with a dash: it is typed after --invite
         subject = invite_digest(code)
+    needed, sign, _ = ACTIONS[options.order].partition(": ")
+    if sign and not subject:
+        raise ValueError(
+            f"`shoal admin {options.order}` needs a {needed}: write its id after {options.order!r}"
+        )
     if len(options.reason) < 3:
         raise ValueError(f"--reason {options.reason!r} is too short; say why, the ledger keeps it")
     order = AdminOrder(reason=options.reason[:300], subject=subject, amount=options.amount)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import httpx2
 
+from shoal import __version__
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.confined_worker import confinement
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
@@ -22,6 +23,7 @@ from shoal.cli.ui.errors import split_remedy
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import byte_size
 from shoal.net.http_client import Unreachable
+from shoal.swarm.coordinator.rules.node_status import is_older
 from shoal.telemetry import printable
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.manifest import Manifest
@@ -62,7 +64,10 @@ def examine(url: str | None, dir: Path) -> list[HealthCheck]:
                 *findings,
                 HealthCheck("coordinator", "bad", words, "check the URL, the proxy and the firewall"),
             ]
-        findings += [_protocol(info), _clock(info), _admission(info), *_confinement(url, dir, info, stats)]
+        findings.append(_protocol(info))
+        if info.finished:
+            return findings
+        findings += [_clock(info), _admission(info), *_confinement(url, dir, info, stats)]
         findings += _weights(api, info, stats, dir)
     return findings
 
@@ -133,9 +138,19 @@ def _protocol(info: Info) -> HealthCheck:
         return HealthCheck(
             "coordinator", "bad", words, f"this is protocol {PROTOCOL}: install the version the run uses"
         )
-    return HealthCheck(
-        "coordinator", "weak" if info.finished else "good", words + (", finished" if info.finished else "")
-    )
+    if info.finished:
+        return HealthCheck(
+            "coordinator", "bad", f"{words}: the run is finished", "it needs no more work; join another run"
+        )
+    own = f"shoal {__version__}"
+    if is_older(own, info.min_software):
+        return HealthCheck(
+            "coordinator",
+            "weak",
+            f"{words}; it needs {info.min_software}, and this is {own}",
+            "update it, or it will get no work: pip install --upgrade 'shoal-rl[torch]'",
+        )
+    return HealthCheck("coordinator", "good", words)
 
 
 def _clock(info: Info) -> HealthCheck:

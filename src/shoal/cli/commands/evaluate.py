@@ -175,7 +175,7 @@ def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
     low, high = figures.pass_at_1_interval
     lines = [
         f"{settings['model']}{version} on {settings['task']['name']}: {figures.prompts} held-out prompts, "
-        f"{figures.samples} answers each, temperature {settings['temperature']:g}, seed {settings['seed']}",
+        f"{figures.samples} {'answer' if figures.samples == 1 else 'answers'} each, temperature {settings['temperature']:g}, seed {settings['seed']}",
         f"  pass@1        {figures.pass_at_1:7.2%}   95 % interval {low:.2%} to {high:.2%} (Wilson, n = prompts)",
     ]
     if figures.k > 1:
@@ -213,7 +213,8 @@ def _source(
     if not options.model.startswith(("http://", "https://")):
         if options.task is None:
             raise ValueError(
-                f"{options.model} is neither a run's folder nor a URL, so --task must name the task; `shoal tasks` lists them"
+                f"--task is missing: {options.model} is neither a run's folder nor a URL, whose task would be taken; `shoal tasks` lists "
+                "the tasks"
             )
         if options.version is not None:
             raise ValueError(

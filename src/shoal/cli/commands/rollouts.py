@@ -82,6 +82,10 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
     with open_reader(options.run, options.database) as read:
         found = find_groups(read, query, limit, stop)
         if options.export:
+            if options.export.suffix in (".csv", ".tsv", ".json", ".jsonl"):
+                raise ValueError(
+                    f"--export {options.export}: it writes Parquet; name it *.parquet, or use --json"
+                )
             return export(found, options.export)
         shown = 0
         for group in found:
