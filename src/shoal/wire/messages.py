@@ -69,8 +69,7 @@ class RunView(Offer):
     admission: str
     live_workers: int
     entry_points: tuple[Url, ...]
-    relays: tuple[Url, ...]
-    """URLs of the live relays."""
+    relays: tuple[Url, ...]  # the live ones
 
 
 class RunList(Record):
