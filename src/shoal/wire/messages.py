@@ -1,7 +1,4 @@
-"""Bodies of the coordinator's routes; docs/wire/api.md lists the routes. Every record here is one body.
-
-No body names its sender: the sender is the key that signed the request.
-"""
+"""Bodies of the coordinator's routes (docs/wire/api.md), one record each. The sender of a body is the key that signed its request."""
 
 from typing import Annotated
 
