@@ -1,8 +1,10 @@
 """Slow, distant and lossy links: a growing shard is progress, nothing is sent twice, and the origin is the last source."""
 
+import math
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,14 @@ from typing import Any
 import pytest
 
 from shoal import shardcast
+from shoal.net.file_server import FileRequest, FileResponse
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayChoice
+from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.client import download as download_module
 from shoal.shardcast.client import http_source
+from shoal.shardcast.client.download import Download
+from shoal.shardcast.manifest_files import prepare_folder
 from shoal.shardcast.relay import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -107,6 +113,84 @@ def test_single_bytes_are_no_progress(
     drip = link(serve(origin.app), bytes_per_s=10_000)
     with pytest.raises(DeadlinePassed, match=r"1 of 1 shards missing"):
         fetch(sealed, [drip.url], deadline_s=0.8)
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed_s
+
+
+class GrowingRelay(shardcast.RelayApp):
+    """A relay that is receiving its only shard: it gets `num_bytes` more, and 4 seconds pass, at each request for it.
+
+    At the eighth request the shard is complete, if `data` is given.
+    """
+
+    def __init__(self, store: shardcast.VersionStore, data: bytes, *, num_bytes: int, clock: Clock) -> None:
+        super().__init__(store)
+        self._data, self._num_bytes, self._clock = data, num_bytes, clock
+        self.asked = 0
+
+    async def __call__(self, request: FileRequest) -> FileResponse:
+        stored = self.store.get(1)
+        assert stored is not None
+        self.asked += 1
+        self._clock.passed_s += 4.0
+        stored.assembly.count_received("model.safetensors", self._num_bytes)
+        if self.asked == 8 and self._data:
+            stored.assembly.write(stored.assembly.missing()[0], self._data)
+        return await super().__call__(request)
+
+
+@pytest.mark.parametrize("num_bytes", [3000, 0])
+def test_a_shard_that_grows_at_the_relay_is_progress(
+    origin: Any,
+    serve: Any,
+    key: Key,
+    log: Log,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int,
+) -> None:
+    """The relay has no complete shard to send for 32 s. Without growth the download ends after 10."""
+    shorten(monkeypatch, 60.0)
+    monkeypatch.setattr(http_source, "SHARD_WAIT_S", 0.0)
+    monkeypatch.setattr(download_module, "time", clock := Clock())
+    sealed = publish(origin, 1, 30_000, 30_000)
+    store = shardcast.VersionStore(tmp_path / "relay", run=RUN, run_key=key.public)
+    store.begin(sealed)
+    data = (origin.store.path(1) / "model.safetensors").read_bytes() if num_bytes else b""
+    relay = GrowingRelay(store, data, num_bytes=num_bytes, clock=clock)
+    prepare_folder(tmp_path / "client", sealed)
+    assembly = Assembly(tmp_path / "client", sealed.body)
+    download = Download(assembly, RelayChoice([serve(relay)]), log=log, stop=threading.Event())
+    if num_bytes:
+        download.run(math.inf, stall_s=10.0)
+        assert assembly.complete and relay.asked == 8
+    else:
+        with pytest.raises(DeadlinePassed, match=r"1 of 1 shards missing.*has not arrived here yet"):
+            download.run(math.inf, stall_s=10.0)
+
+
+def test_a_relay_cannot_claim_growth_for_ever(
+    origin: Any, serve: Any, key: Key, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, 60.0)
+    monkeypatch.setattr(http_source, "SHARD_WAIT_S", 0.0)
+    monkeypatch.setattr(download_module, "time", clock := Clock())
+    sealed = publish(origin, 1, 30_000, 30_000)
+    store = shardcast.VersionStore(tmp_path / "relay", run=RUN, run_key=key.public)
+    store.begin(sealed)
+    relay = GrowingRelay(store, b"", num_bytes=40_000, clock=clock)
+    prepare_folder(tmp_path / "client", sealed)
+    assembly = Assembly(tmp_path / "client", sealed.body)
+    download = Download(assembly, RelayChoice([serve(relay)]), log=log, stop=threading.Event())
+    with pytest.raises(DeadlinePassed):
+        download.run(math.inf, stall_s=10.0)
 
 
 # -- the last source --------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ def run_killed(at: int, minutes: float, scratch: Path) -> dict[str, Any]:
             "steps": sorted(event["version"] for event in events if event["event"] == "step"),
             "differing": sum(one.rederived.differing_words for one in coordinator.announced if one.rederived),
             "points": int((folder / "count").read_text()) if (folder / "count").exists() else 0,
+            "checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir()),
         }
     shutil.rmtree(folder)
     return found

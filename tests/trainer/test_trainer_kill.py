@@ -29,6 +29,8 @@ def kill_everywhere(scratch: Path, *, minutes: float, every: int) -> None:
         assert one["differing"] == 0
         # A kill between the announcement of a step and its line in the metrics must not lose the line.
         assert one["steps"] == whole["steps"] == [1, 2, 3], f"killed at point {one['at']}"
+        # At most `keep_checkpoints`, and nothing half written.
+        assert len(one["checkpoints"]) <= 2 and all(name.startswith("v") for name in one["checkpoints"])
 
 
 @pytest.mark.integration

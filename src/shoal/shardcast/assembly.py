@@ -12,6 +12,7 @@ file. After a restart the shards of a partial file are hashed again, and those t
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ from shoal.shardcast.manifest_files import (
 )
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
+
+ARRIVED_HEADER = "shoal-arrived"
+"""Header of an answer "too early": the bytes of the file that have reached the relay so far, also of shards that are not complete."""
 
 
 class WrongBytes(Exception):
@@ -95,6 +99,7 @@ class Assembly:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._closed = False
+        self._received = Counter[str]()
         self._files = {
             entry.name: _ArrivingFile(entry, folder / entry.name, partial_path(folder, entry.name))
             for entry in manifest.payloads
@@ -157,6 +162,16 @@ class Assembly:
             while position < stop and position // size in file.verified:
                 position = (position // size + 1) * size
             return min(position, stop)
+
+    def received(self, name: str) -> int:
+        """Returns how many bytes of a file have arrived since the start, in complete shards or not. The number only grows."""
+        with self._lock:
+            return self._received[name]
+
+    def count_received(self, name: str, num_bytes: int) -> None:
+        """Counts bytes of a shard that is still arriving, here or at the relay that it comes from."""
+        with self._lock:
+            self._received[name] += num_bytes
 
     def open_file(self, name: str) -> int:
         """Returns a descriptor for reading; it stays valid when the file is renamed or deleted."""

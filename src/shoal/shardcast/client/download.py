@@ -16,7 +16,7 @@ second time; the first right answer counts. A relay gets at most its share of th
 has delivered nothing yet gets one. So a slow or hanging relay does not determine the duration.
 
 A shard that grows counts as progress, for the timeouts and for the choice of what to request again: over a slow link a large shard
-may take minutes. The last source (the origin) is asked only while all relays together deliver less than LAST_SOURCE_BYTES_PER_S.
+may take minutes. So does one that grows at a relay, which can send it only when it is complete there. The last source (the origin) is asked only while all relays together deliver less than LAST_SOURCE_BYTES_PER_S.
 """
 
 import contextlib
@@ -100,6 +100,8 @@ class Download:
         self._over = False
         self._progress_s = 0.0  # when the last shard or the last PROGRESS_BYTES of one arrived
         self._unproven_bytes = 0  # bytes since then
+        self._at_relays: dict[tuple[str, str], int] = {}  # bytes of a file that a relay said it has received
+        self._claimed_bytes = 0  # by how much those numbers have grown
         self._window_s, self._window_bytes = 0.0, 0  # what relays delivered lately, without the last source
         self._asks_last = False
         self._threads: list[threading.Thread] = []
@@ -315,6 +317,7 @@ class Download:
                     self._assembly.write(shard, data)
                     self._count_delivery(request, shard, took_s)
         except NotOnRelay as reason:
+            self._count_at_relay(request, reason.arrived)
             self._end_request(request, str(reason), failed=False)
         except RelayFailed as reason:
             self._end_request(request, str(reason), failed=True)
@@ -338,11 +341,28 @@ class Download:
         with self._work:
             request.num_bytes += num_bytes
             request.grew_s = time.monotonic()
-            self._unproven_bytes += num_bytes
             if request.relay != self._choice.last:
                 self._window_bytes += num_bytes
-            if self._unproven_bytes >= PROGRESS_BYTES:
-                self._note_progress()
+            self._count_growth(request.shards[0].name, num_bytes)
+
+    def _count_at_relay(self, request: _ShardRequest, arrived: int) -> None:
+        """Counts what a relay has received of a file, and cannot send yet, since it was asked last.
+
+        No more than twice the bytes that are downloaded: a relay that lies must not stop every timeout.
+        """
+        with self._work:
+            file = request.relay, request.shards[0].name
+            grew = arrived - self._at_relays.get(file, arrived)
+            self._at_relays[file] = arrived
+            if grew > 0 and self._claimed_bytes < 2 * self._assembly.num_bytes:
+                self._claimed_bytes += grew
+                self._count_growth(request.shards[0].name, grew)
+
+    def _count_growth(self, name: str, num_bytes: int) -> None:
+        self._assembly.count_received(name, num_bytes)
+        self._unproven_bytes += num_bytes
+        if self._unproven_bytes >= PROGRESS_BYTES:
+            self._note_progress()
 
     def _note_progress(self) -> None:
         self._progress_s, self._unproven_bytes = time.monotonic(), 0

@@ -6,6 +6,7 @@ the CPU. tests/shardcast/test_http_source.py checks the undocumented parts that 
 
 import functools
 import http.client
+import re
 import socket
 import ssl
 import struct
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 import httpx2
 
 from shoal.net.rate_limit import BandwidthLimit
-from shoal.shardcast.assembly import Shard
+from shoal.shardcast.assembly import ARRIVED_HEADER, Shard
 from shoal.shardcast.client.relay_choice import TicketSource
 from shoal.shardcast.manifest_files import make_buffer
 from shoal.wire.codes import Rejected
@@ -41,7 +42,14 @@ _CHECK_EVERY = struct.pack("@ll", 0, int(CHECK_EVERY_S * 1e6))
 
 
 class NotOnRelay(Exception):
-    """The relay answered, but does not have what was asked for, or not yet. Not counted as a failure."""
+    """The relay answered, but does not have what was asked for, or not yet. Not counted as a failure.
+
+    `arrived` are the bytes of the file that have reached the relay so far; 0 if it does not say.
+    """
+
+    def __init__(self, reason: str, arrived: int = 0) -> None:
+        super().__init__(reason)
+        self.arrived = arrived
 
 
 class RelayFailed(Exception):
@@ -287,7 +295,8 @@ def _check_status(response: http.client.HTTPResponse) -> None:
         except Rejected:
             reason += " with an unreadable problem"
     if response.status in (404, 425, 429, 503):
-        raise NotOnRelay(reason)
+        arrived = response.headers.get(ARRIVED_HEADER, "")
+        raise NotOnRelay(reason, int(arrived) if re.fullmatch("[0-9]{1,18}", arrived) else 0)
     raise RelayFailed(reason)
 
 

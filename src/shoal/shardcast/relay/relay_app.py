@@ -17,8 +17,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from shoal.net.file_server import FileRequest, FileResponse, FileServer
+from shoal.net.file_server import FileRequest, FileResponse, FileServer, problem_response
 from shoal.net.rate_limit import ServerLimits
+from shoal.shardcast.assembly import ARRIVED_HEADER
 from shoal.shardcast.store import StoredVersion, VersionStore
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -96,11 +97,10 @@ class RelayApp:
         )
         # Before the first byte an error status can still be sent. Later bytes are waited for while sending.
         if request.method != "HEAD" and await body.wait_verified(body.start, wait_s) is None:
-            raise Rejected(
-                "request.too_early",
-                f"{name} of version {version} has not arrived here yet",
-                retry_after_s=0.1,
-            )
+            detail = f"{name} of version {version} has not arrived here yet"
+            early = problem_response(Rejected("request.too_early", detail, retry_after_s=0.1))
+            early.headers[ARRIVED_HEADER] = str(stored.assembly.received(name))
+            return early
         headers = {
             "content-type": "application/octet-stream",
             "accept-ranges": "bytes",
