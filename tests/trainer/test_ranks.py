@@ -339,9 +339,12 @@ def test_torchrun_trains_and_publishes_from_rank_0(tmp_path: Path, coordinator: 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("victim", ["all", "1"])
-def test_a_stop_or_a_lost_rank_ends_all(tmp_path: Path, coordinator: SmallCoordinator, victim: str) -> None:
+def test_a_stop_or_a_lost_rank_ends_all_and_the_same_command_continues(
+    tmp_path: Path, coordinator: SmallCoordinator, victim: str
+) -> None:
     coordinator.has_rollouts = False
-    process = torchrun(*Folder(tmp_path, coordinator).arguments)
+    folder = Folder(tmp_path, coordinator)
+    process = torchrun(*folder.arguments)
     wait_until(lambda: coordinator.announced, process)
     if victim == "all":
         process.send_signal(signal.SIGTERM)
@@ -350,6 +353,11 @@ def test_a_stop_or_a_lost_rank_ends_all(tmp_path: Path, coordinator: SmallCoordi
     log = ended(process)
     assert process.returncode != 0
     assert "stopped" in log
+    coordinator.has_rollouts = True
+    again = torchrun(*folder.arguments)
+    log = ended(again)
+    assert again.returncode == 0, log
+    assert sorted(coordinator.digests()) == [0, 1, 2]
 
 
 def pid_of_rank(parent: int, rank: str) -> int:
