@@ -68,7 +68,9 @@ def test_what_cannot_be_written_is_named() -> None:
         source_with_uses(lambda reply, answer: 1.0)
 
 
-def test_the_run_file_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     started: list[Any] = []
 
     def stop_here(local: Any, *_: object) -> int:
@@ -95,6 +97,10 @@ def test_the_run_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert table["task"]["name"] == "qa" and table["task"]["options"]["grader"].endswith("task.py:graded")
     assert started[0].folder == Path("out/mine") and started[0].fresh
     assert (tmp_path / "out" / "mine.inputs").stat().st_mode & 0o777 == 0o700
+    assert "stopped; continue with the same call and resume=True" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--device gpu: torch knows no such device"):
+        run(model="tiny", task="sort", name="mine", device="gpu")
+    assert len(started) == 1, "nothing was started, so nothing was deleted"
     with pytest.raises(ValueError, match="`data` must have the questions"):
         run(model="tiny", task=graded)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.run.preflight import try_run
-from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
+from shoal.cli.run.runfile import _NAMES_ELSEWHERE, RunFile, derived_numbers, load_run_file
 from shoal.model.builtin import _TINY_CONFIG, ALPHABET, create_model
 from shoal.model.tokenizer import CharTokenizer
 from shoal.rollout.engine import vllm_engine
@@ -79,6 +79,7 @@ def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("length = 4", "lenght = 4", "task: task 'sort' has no option 'lenght'; did you mean length?"),
         ("max_new_tokens = 8", "max_new_tokens = 64", "trainer.row_tokens = 64 cannot hold a prompt and"),
         ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key of a run file; did you mean run.keep_versions? "),
+        ("row_tokens = 64", "lr = 1e-5", "trainer.lr is not a key of a run file; did you mean trainer.learning_rate? "),
         ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),
         ("last_version = 25", "last_version = 25\nmax_lag = 5", "keep_versions = 5 must exceed max_lag = 5"),
         ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must be above 1 + eps = 1.2"),
@@ -92,6 +93,13 @@ def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_name_file_key_and_value(tmp_path: Path, line: str, instead: str, words: str) -> None:
     assert line in GOOD
     assert f"test.toml: {words}" in complaint(tmp_path, GOOD.replace(line, instead))
+
+
+def test_keys_by_the_names_of_other_systems_exist() -> None:
+    file = RunFile.model_fields
+    for key in _NAMES_ELSEWHERE.values():
+        section, _, name = key.partition(".")
+        assert section in file and f"`{name}`" in (ROOT / "docs" / "run-file.md").read_text()
 
 
 def test_all_errors_are_reported_together(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_a_run_that_stalls_says_what_it_waits_for() -> None:
     assert not pace.stalled
 
 
+def test_a_finished_run_waits_for_nothing() -> None:
+    seen = stats(finished=True, waiting_for="nothing: the run is finished")
+    pace = Pace()
+    pace.note(seen, 10.0)
+    assert pace.waiting(seen, 20.0) == "the run is finished"
+
+
 def test_stalled_lines_have_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, out = [0.0], io.StringIO()
     monkeypatch.setattr("shoal.cli.ui.view.time.monotonic", lambda: now_s[0])

@@ -26,7 +26,7 @@ from shoal.cli.run.preflight import try_run
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder
-from shoal.cli.ui.values import best_version, held_out_means
+from shoal.cli.ui.values import best_version, check_device, held_out_means
 from shoal.cli.ui.view import print_plainly
 from shoal.files import write_bytes_atomically
 
@@ -101,12 +101,18 @@ def run(  # noqa: PLR0913 (every argument is a setting of the run)
     apply_overrides(table, [f"{key}={to_toml(value)}" for key, value in (settings or {}).items()])
     write_bytes_atomically(source, dump_tables(table).encode(), durable=False)
     file = load_run_file(source)
+    if device != "cpu":
+        check_device(device)  # before an earlier run is deleted
     console = Console(highlight=False, quiet=quiet)
     if not resume:
         for warning in try_run(file, source, starts=True, device=device):
             print_plainly(console, f"warning: {warning}")
     local = LocalRun(file=file, source=source, folder=target, resume=resume, fresh=not resume, device=device)
-    code = run_local(local, threading.Event(), console)
+    try:
+        code = run_local(local, threading.Event(), console)
+    except KeyboardInterrupt:
+        print_plainly(console, "stopped; continue with the same call and resume=True")
+        raise
     with RunFolder(target) as found:
         history = found.history()
     return RunResult(

@@ -317,8 +317,23 @@ def check_calibrated(path: Path, file: RunFile) -> None:
         )
 
 
+_NAMES_ELSEWHERE = {
+    "lr": "trainer.learning_rate",
+    "max_steps": "run.last_version",
+    "steps": "run.last_version",
+    "num_generations": "sampling.samples_per_prompt",
+    "rollouts_per_example": "sampling.samples_per_prompt",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_completion_length": "sampling.max_new_tokens",
+    "batch_size": "coordinator.groups_per_step",
+    "seq_len": "trainer.row_tokens",
+    "report_to": "trainer.metrics",
+}
+"""Keys by the names that they have in TRL and prime-rl (docs/coming-from.md)."""
+
+
 def _similar_key(where: str) -> str:
-    """Returns a question that names the key of this name in another section, or one that is spelt alike; empty without one."""
+    """Returns a question that names the key of this name in another section or system, or one that is spelt alike; or nothing."""
     sections = {
         section: kind
         for section, field in RunFile.model_fields.items()
@@ -327,7 +342,9 @@ def _similar_key(where: str) -> str:
     }
     known = [f"{section}.{key}" for section, kind in sections.items() for key in kind.model_fields]
     same = [key for key in known if "." in where and key.endswith(f".{where.rpartition('.')[2]}")]
-    close = same or difflib.get_close_matches(where, [*known, *sections], n=1, cutoff=0.8)
+    named = where.rpartition(".")[2]
+    elsewhere = [_NAMES_ELSEWHERE[named]] if named in _NAMES_ELSEWHERE else []
+    close = same or elsewhere or difflib.get_close_matches(where, [*known, *sections], n=1, cutoff=0.8)
     return f"did you mean {close[0]}? " if close else ""
 
 

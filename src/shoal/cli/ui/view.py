@@ -151,6 +151,8 @@ class Pace:
 
     def waiting(self, stats: Stats, now_s: float) -> str:
         """Returns what the run waits for, for how long so far, and how long a version takes."""
+        if stats.finished:
+            return "the run is finished"
         step_s = self.step_s()
         usual = "" if step_s is None else f"; a version takes about {duration(step_s)}"
         return f"waiting for {stats.waiting_for}, {duration(now_s - self._since_s)} so far{usual}"
