@@ -275,6 +275,22 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path) -> None:
         make_task(TaskSpec(name="echo_task.py:Echo", options={"code_sha256": "0" * 64}))
 
 
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        ("    chat: bool = False\n", "", "Echo has no `chat`; add chat = True if prompts are a user's turns"),
+        ("def reward", "def grade", "Echo has no `reward`; add a method reward"),
+    ],
+)
+def test_a_task_without_a_part_is_explained(tmp_path: Path, line: str, instead: str, message: str) -> None:
+    file = tmp_path / f"part{len(instead)}.py"
+    file.write_text(TASK.replace(line, instead))
+    spec = TaskSpec(name=f"{file}:Echo")
+    allow_code(spec)
+    with pytest.raises(ValueError, match=message):
+        make_task(spec)
+
+
 def test_an_error_in_a_task_file_names_its_line(tmp_path: Path) -> None:
     for source, message in (("x = 1\ny = x / 0\n", "line 2: ZeroDivisionError"), ("def f(:\n", "line 1: ")):
         file = tmp_path / f"bad{len(source)}.py"

@@ -28,6 +28,11 @@ from shoal.telemetry import Log
 from shoal.wire.run_spec import TaskSpec
 
 ENTRY_POINTS = "shoal.tasks"
+_PARTS = {
+    "problem": "a method problem(self, split, seed) that returns a shoal.tasks.Problem",
+    "reward": "a method reward(self, problem, text, num_tokens) that returns a shoal.tasks.Reward",
+    "chat": "chat = True if prompts are a user's turns, or chat = False for plain text",
+}
 
 Factory = Callable[..., Task]
 
@@ -80,9 +85,17 @@ def _make(text: str) -> Task:
         task = factory(**options)
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
+    _check_parts(spec.name, task)
     if spec.budgets and isinstance(task, JudgedAnswers):
         raise ValueError("task 'judge' takes no budgets: its reward is the judge's score; remove them")
     return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
+
+
+def _check_parts(name: str, task: Task) -> None:
+    """Raises ValueError if the class of a task lacks a part. Does not read a property, which may need the task's files."""
+    for part, words in _PARTS.items():
+        if not hasattr(type(task), part) and part not in getattr(task, "__dict__", {}):
+            raise ValueError(f"task {name!r}: {type(task).__name__} has no `{part}`; add {words}")
 
 
 def keep_task_files(spec: TaskSpec, folder: Path, *, reports: Path) -> TaskSpec:
