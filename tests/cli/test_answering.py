@@ -57,7 +57,7 @@ def test_printed_figures(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["eval", "tiny"], "--task must name the task"),
+        (["eval", "tiny"], "--task is missing"),
         (["eval", "tiny", *COUNT, "--k", "4", "--samples", "2"], "raise it"),
         (["eval", "tiny", *COUNT, "--version", "3"], "--version needs a run's folder or a coordinator's URL"),
         (["eval", "nowhere", *COUNT], "unknown model 'nowhere'"),
