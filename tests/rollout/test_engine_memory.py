@@ -134,6 +134,31 @@ def test_rows_start_again_after_the_device_ran_out_of_memory(
     assert engine._scheduler.pool.num_blocks > blocks  # memory was free again
 
 
+def test_a_longer_row_is_taken_while_rows_run_with_fewer_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = requests(2, 20), [replace(requests(1, 20)[0], sample_index=7, max_new_tokens=700)]
+    expected = drain(make_engine(folder), [*short, *long])
+    engine, decode, calls = make_engine(folder), CpuStep.decode, 0
+
+    def failing(step: CpuStep, num_rows: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("another process took it")
+        decode(step, num_rows)
+
+    monkeypatch.setattr(CpuStep, "decode", failing)
+    engine.submit(short)
+    found = [row for _ in range(4) for row in engine.step()]
+    assert engine._max_blocks is not None and engine.has_work
+    engine.submit(long)
+    while engine.has_work:
+        found += engine.step()
+    assert_same_rows({row.request: row for row in found}, expected)
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("failing_calls", [{1}, {2}])
 def test_rows_whose_proofs_ran_out_of_memory_start_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, failing_calls: set[int]

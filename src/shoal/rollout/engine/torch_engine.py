@@ -385,9 +385,11 @@ class TorchEngine:
         used_bytes = used * block_bytes(shape, value_bytes)
         if whole_rows and old is not None and old.slots.rows_cache is not None:
             used_bytes = old.slots.rows_cache.num_bytes
+        if self._max_blocks is not None:  # a longer row that came since needs more
+            size = size._replace(blocks=min(size.blocks, max(self._max_blocks, size.least_blocks)))
         fitting = fit_blocks(
             shape,
-            size if self._max_blocks is None else size._replace(blocks=min(size.blocks, self._max_blocks)),
+            size,
             value_bytes=value_bytes,
             state_tokens=self._loaded().prover.size.kept,
             budget_bytes=free + used_bytes,
