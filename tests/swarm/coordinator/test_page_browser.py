@@ -386,6 +386,12 @@ def test_runs_are_compared_in_one_file(swarm: SmallSwarm, page: Any, tmp_path: P
     page.wait_for_selector("#charts svg")
     assert page.locator("#curve .smooth").count() == 2 and page.evaluate("window.injected") is None
     assert "reward, last tenth of steps" in page.inner_text("#overview table")
+    rows = [[name, *("reverse_words.py:Reverse" for _ in values)] for name, *values in rows]
+    out.write_text(make_report(to_page([snapshot, snapshot], ["one", "two"], rows)), encoding="utf-8")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.goto(out.as_uri())
+    page.wait_for_selector("#charts svg")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_tasks_have_their_own_curves(swarm: SmallSwarm, page: Any, tmp_path: Path) -> None:

@@ -63,10 +63,7 @@ _SETUP_NAMES = frozenset({"_plain", "_with_int_keys", "_equals"})
 
 
 def read_genesys(row: Row, style: Style) -> Problem:
-    """Reads `prompt`, `task_type` and `verification_info`: rows of the INTELLECT-2 data set and of SYNTHETIC-1.
-
-    Raises KeyError or ValueError if a row is unusable.
-    """
+    """Reads `prompt`, `task_type` and `verification_info`, as in INTELLECT-2 and SYNTHETIC-1. Raises KeyError or ValueError."""
     prompt = next((row[name] for name in ("prompt", "problem") if row.get(name) is not None), None)
     if prompt is None:
         raise KeyError("prompt")
