@@ -3,6 +3,8 @@
     python bench/engine.py --device cuda --rows 256 --prompts 1024 --samples 16 --cap 512 --parts engine steps alike generate continuous
     python bench/engine.py --device cpu --rows 32 --prompts 4 --samples 8 --cap 64 --parts alike generate continuous llama
     python bench/engine.py apart --device cpu --rows 32 --prompts 8 --samples 8 --cap 64
+    python bench/engine.py --device cuda --shape 7b --no-file --proofs-only --rows 512 --prompts 64 --cap 8192 \\
+        --samples 16 --parts engine plain
 
 Weights are random (or those of --model FOLDER), prompts are 64 to 512 random tokens, outputs have heavy-tailed lengths
 (lognormal, median a sixth of --cap, cut off at --cap). The other programs generate --baseline-tokens for one full batch,
@@ -11,11 +13,15 @@ one table.
 
 Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
 generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
-installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md). `apart` is
-short for `--parts apart`: how far two computations of the same rows are from each other.
+installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md), plain (vLLM's own
+`LLM.generate` on all rows of part `engine`, with the drawn tokens' log-probs). `apart` is short for `--parts apart`: how far two
+computations of the same rows are from each other. `--no-file` draws random weights on the device instead of reading a file, for
+models that are larger than the disk; each part has weights of its own then, so it is for speed only.
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import shutil
 import statistics
@@ -26,6 +32,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from unittest import mock
 
 import numpy as np
 import rivals
@@ -41,6 +48,7 @@ from shoal.model.load_model import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
+from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
@@ -49,13 +57,16 @@ from shoal.wire.seeded_draw import sample_seed
 
 T = TypeVar("T")
 
-PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm")
-RIVALS = ("generate", "continuous", "llama", "vllm")
+PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm", "plain")
+RIVALS = ("generate", "continuous", "llama", "vllm", "plain")
 """Parts that may be missing or fail without ending the run."""
 SHAPES = {
     # hidden, layers, heads, kv heads, head_dim, ffn, vocabulary
     "135m": (576, 30, 9, 3, 64, 1536, 49152),
+    "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
     "1.7b": (2048, 24, 32, 32, 64, 8192, 49152),
+    "7b": (3584, 28, 28, 4, 128, 18944, 152064),
+    "32b": (5120, 64, 40, 8, 128, 27648, 152064),
     "tiny": (128, 2, 4, 2, 32, 256, 512),
 }
 COPY_BYTES_PER_S = {"cuda": 4.3e12}
@@ -63,6 +74,31 @@ COPY_BYTES_PER_S = {"cuda": 4.3e12}
 
 
 def write_model(folder: Path, name: str, seed: int, device: str) -> None:
+    write_config(folder, name)
+    decoder = empty_decoder(read_shape(folder), torch.bfloat16, device)
+    torch.manual_seed(seed)
+    fill(decoder)
+    save_weights(decoder, folder / WEIGHTS_FILE)
+
+
+def fill(decoder: Decoder) -> None:
+    """Gives every weight a random value of usual size."""
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+
+
+def random_decoder(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """Takes the place of `load_decoder`: draws the weights on the device."""
+    decoder = empty_decoder(read_shape(folder), dtype, device)
+    fill(decoder)
+    return decoder
+
+
+def write_config(folder: Path, name: str) -> None:
     hidden, layers, heads, kv_heads, head_dim, ffn, vocab = SHAPES[name]
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -77,7 +113,7 @@ def write_model(folder: Path, name: str, seed: int, device: str) -> None:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 100000.0,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 16384,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
@@ -89,15 +125,6 @@ def write_model(folder: Path, name: str, seed: int, device: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     CharTokenizer(ALPHABET).save(folder)
-    decoder = empty_decoder(read_shape(folder), torch.bfloat16, device)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-    save_weights(decoder, folder / WEIGHTS_FILE)
 
 
 def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> list[GenerationRequest]:
@@ -230,30 +257,37 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
     shape = read_shape(folder)
     requests = make_requests(options, shape.vocab_size)
     few = [replace(request, max_new_tokens=4) for request in requests[: options.rows]]
-    engines = {proofs: make_engine(options, folder, proofs=proofs) for proofs in (False, True)}
+    kinds = (True,) if options.proofs_only else (False, True)
+    engines = {proofs: make_engine(options, folder, proofs=proofs) for proofs in kinds}
     for engine in engines.values():
         drain(
             engine, [*few, replace(requests[0], max_new_tokens=options.cap)]
         )  # compiles kernels, captures graphs, allocates slots
         if options.device == "cuda":
-            drain(engine, requests[:2048])  # the caching allocators have seen every size
-    passes: dict[bool, list[Pass]] = {False: [], True: []}
+            short = [replace(row, max_new_tokens=min(row.max_new_tokens, 128)) for row in requests[:2048]]
+            drain(engine, short)  # the caching allocators have seen every size
+    passes: dict[bool, list[Pass]] = {proofs: [] for proofs in kinds}
     for turn in range(options.repeats):
-        for proofs in (False, True) if turn % 2 == 0 else (True, False):
+        for proofs in kinds if turn % 2 == 0 else kinds[::-1]:
             passes[proofs].append(one_pass(options, engines[proofs], requests, shape))
-    for proofs, name in ((False, "off"), (True, "on")):
+    for proofs in kinds:
+        name = "on" if proofs else "off"
         rates = [run.tokens / run.seconds for run in passes[proofs]]
         table.line(
             f"TorchEngine, proofs {name}",
             statistics.median(rates),
             f"of {', '.join(f'{r:,.0f}' for r in rates)}",
         )
-    run = min(passes[True], key=lambda run: run.seconds)
+    table.ours = run = min(passes[True], key=lambda run: run.seconds)
     notes = f"{len(requests):,} rows, {run.tokens:,} tokens, {run.steps:,} steps: {run.tokens / run.steps:.0f} rows on average"
     if options.device in COPY_BYTES_PER_S:
         limit_s = run.moved_bytes / COPY_BYTES_PER_S[options.device]
         notes += f"; {limit_s / run.seconds:.0%} of the memory-bandwidth limit"
+    if options.device == "cuda":
+        notes += f"; {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most"
     table.line("  the fastest with proofs", run.tokens / run.seconds, notes)
+    if options.proofs_only:
+        return
     pairs = list(zip(passes[False], passes[True], strict=True))
     wall = [on.seconds / off.seconds - 1 for off, on in pairs]
     cpu = [on.cpu_seconds / off.cpu_seconds - 1 for off, on in pairs]
@@ -461,6 +495,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="*", default=[256])
     parser.add_argument("--baseline-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--proofs-only", action="store_true", help="one engine, with proofs")
+    parser.add_argument(
+        "--no-file", action="store_true", help="draw random weights on the device; nothing is written"
+    )
+    parser.add_argument(
+        "--vllm-memory", type=float, default=0.9, help="share of the device's memory for part plain"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["engine", "generate"])
     options = parser.parse_args()
     if options.only:
@@ -483,11 +524,15 @@ def main() -> None:
         "continuous": rivals.bench_continuous,
         "llama": rivals.bench_llama,
         "vllm": rivals.bench_vllm,
+        "plain": rivals.bench_plain,
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "model"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
         if options.model:
             shutil.copytree(options.model, folder)
+        elif options.no_file:
+            write_config(folder, options.shape)
+            stack.enter_context(mock.patch.object(torch_engine, "load_decoder", random_decoder))
         else:
             write_model(folder, options.shape, 0, options.device)
         requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
@@ -495,8 +540,11 @@ def main() -> None:
             if part not in RIVALS:
                 benches[part](options, folder, table)
                 continue
+            gc.collect()  # a rival may need the memory of the engines before it
+            torch.cuda.empty_cache()
+            rows = make_requests(options, read_shape(folder).vocab_size) if part == "plain" else requests
             try:
-                benches[part](options, folder, requests, table)
+                benches[part](options, folder, rows, table)
             except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
                 table.line(f"part {part}", None, f"failed: {type(error).__name__}: {str(error)[:120]}")
 

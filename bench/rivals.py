@@ -211,6 +211,51 @@ def bench_vllm(
     )
 
 
+def bench_plain(
+    options: argparse.Namespace, folder: Path, requests: Sequence[GenerationRequest], table: Lines
+) -> None:
+    """vLLM by itself: `LLM.generate`, as many tokens for each row as it may have, with the drawn tokens' log-probs."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=str(folder),
+        dtype=options.dtype,
+        max_num_seqs=options.rows,
+        max_model_len=options.prompt_max + options.cap,
+        gpu_memory_utilization=options.vllm_memory,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        load_format="dummy" if options.no_file else "safetensors",
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+
+    def run(rows: Sequence[GenerationRequest]) -> int:
+        prompts = [{"prompt_token_ids": list(row.prompt_tokens)} for row in rows]
+        sampling = [
+            SamplingParams(
+                temperature=row.temperature,
+                max_tokens=row.max_new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+            )
+            for row in rows
+        ]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    run([replace(request, max_new_tokens=4) for request in requests[:64]])
+    passes = []
+    for _ in range(options.repeats):
+        engine.reset_prefix_cache()
+        passes.append(spend(options.device, lambda: run(requests)))
+    spent, tokens = min(passes)
+    table.rival(
+        f"plain vLLM, {len(requests)} rows", tokens, spent, "log-probs of the drawn tokens, no proofs"
+    )
+
+
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """The model folder as a GGUF file without a tokenizer."""
     import gguf
