@@ -45,13 +45,9 @@ from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Pub
 from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.keys import Key
-from trainer import SHAPES, draw, llama, make_batch
+from trainer import SHAPES, draw, make_batch
 
 WAIT_S = 600.0
-LARGE = {
-    "0.5B": llama(151936, 896, 24, 14, 2, 4864, qkv_bias=True, rope_theta=1e6),
-    "7B": llama(152064, 3584, 28, 28, 4, 18944, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
-}
 
 
 @dataclass
@@ -231,7 +227,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="toy", choices=sorted({**SHAPES, **LARGE}))
+    parser.add_argument("--shape", default="toy", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, if memory is short")
     parser.add_argument("--tokens", type=int, default=32768, help="prompt and output tokens of a step")
     parser.add_argument(
@@ -246,7 +242,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where versions are written; a temporary folder by default")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    shape = {**SHAPES, **LARGE}[options.shape]
+    shape = SHAPES[options.shape]
     if options.layers:
         shape = replace(shape, num_layers=options.layers)
     folder = Path(tempfile.mkdtemp(prefix="shoal-step-", dir=options.dir))

@@ -2,9 +2,12 @@
 
     python bench/trainer.py --device cuda                      all shapes, both layouts, all three trainers
     python bench/trainer.py --shapes toy --tokens 512          a quick test on any machine
+    python bench/trainer.py --device cuda --shapes 7B --lora 32 --tokens 16384 --layouts packed --against shoal,recompute,trl
+    python bench/trainer.py --device cuda --shapes 32B --lora 32 --tokens 32768 --layouts one --against recompute --no-check
 
 A step includes packing or padding, forward, backward, gradient clipping and AdamW. Weights and tokens are random; compute is
-bfloat16 on float32 master weights. Every trainer gets the same samples and its own best micro-batch.
+bfloat16 on float32 master weights, or with --lora RANK adapters in float32 beside frozen bfloat16 weights. Every trainer gets the
+same samples and its own best micro-batch.
 
 Layouts   one      one sample of all tokens, nearly all of them outputs, as in prime-rl's published figures
           packed   samples of 256 prompt and 64 to 2,048 output tokens (log-uniform), up to the number of tokens
@@ -44,6 +47,7 @@ from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import pack
 from shoal.trainer.optim.learner import Learner, output_logprobs
 from shoal.trainer.optim.loss import grpo_loss
+from shoal.trainer.optim.policy import add_adapters
 
 PEAK_FLOPS = 989e12
 
@@ -74,8 +78,11 @@ def llama(
 SHAPES = {
     "toy": llama(300, 128, 2, 4, 2, 256),
     "135M": llama(49152, 576, 30, 9, 3, 1536),
+    "0.5B": llama(151936, 896, 24, 14, 2, 4864, qkv_bias=True, rope_theta=1e6),
     "0.6B": llama(151936, 1024, 28, 16, 8, 3072, head_dim=128, qk_norm=True, rope_theta=1e6),
     "1.7B": llama(49152, 2048, 24, 32, 32, 8192),
+    "7B": llama(152064, 3584, 28, 28, 4, 18944, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
+    "32B": llama(152064, 5120, 64, 40, 8, 27648, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
 }
 
 
@@ -135,13 +142,21 @@ def draw(model: torch.nn.Module) -> None:
                 parameter.fill_(1.0)
 
 
-def shoal_step(shape: Shape, batch: TrainBatch, device: str, **keys: Any) -> Callable[[], float]:
-    decoder = empty_decoder(shape, torch.float32, device)
+def shoal_step(
+    shape: Shape, batch: TrainBatch, device: str, *, lora: int = 0, **keys: Any
+) -> Callable[[], float]:
+    decoder = empty_decoder(shape, torch.bfloat16 if lora else torch.float32, device)
     draw(decoder)
     width = sum(len(sample.tokens) for sample in batch.samples)
     config = TrainerConfig(
-        learning_rate=1e-6, row_tokens=width, rows_per_micro_batch=1, **({"compute_dtype": "bfloat16"} | keys)
+        learning_rate=1e-6,
+        row_tokens=width,
+        rows_per_micro_batch=1,
+        lora_rank=lora,
+        **({"compute_dtype": "bfloat16"} | keys),
     )
+    if lora:
+        add_adapters(decoder, config)
     learner = Learner(decoder, config)
 
     def step() -> float:
@@ -150,17 +165,17 @@ def shoal_step(shape: Shape, batch: TrainBatch, device: str, **keys: Any) -> Cal
     return step
 
 
-def transformers_model(shape: Shape, device: str) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+def transformers_model(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-    kind = Qwen3Config if shape.qk_norm else LlamaConfig
+    own_head_dim: dict[str, Any] = {} if shape.qkv_bias else {"head_dim": shape.head_dim}  # Qwen2's follows from its width
+    kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     config = kind(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         intermediate_size=shape.ffn_size,
         max_position_embeddings=shape.max_positions,
         rms_norm_eps=shape.norm_eps,
@@ -168,10 +183,11 @@ def transformers_model(shape: Shape, device: str) -> Any:
         pad_token_id=0,
         eos_token_id=2,
         bos_token_id=1,
+        **own_head_dim,
     )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
     draw(model)
     return model
@@ -239,7 +255,9 @@ def transformers_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: 
     return step
 
 
-def trl_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: int) -> Callable[[], float]:
+def trl_step(
+    shape: Shape, batch: TrainBatch, device: str, max_tokens: int, lora: int = 0
+) -> Callable[[], float]:
     """Runs GRPOTrainer's own training_step on given samples, without generation, rewards or recomputation."""
     import tempfile
 
@@ -269,25 +287,32 @@ def trl_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: int) -> C
         learning_rate=1e-6,
         report_to=[],
     )
+    adapters: dict[str, Any] = {}
+    if lora:
+        from peft import LoraConfig
+
+        adapters["peft_config"] = LoraConfig(r=lora, lora_alpha=32, target_modules="all-linear")
     trainer = GRPOTrainer(
-        model=transformers_model(shape, device),
+        model=transformers_model(shape, device, torch.bfloat16 if lora else torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 4}),
         processing_class=tokenizer,
+        **adapters,
     )
     trainer._prepare_inputs = lambda inputs: inputs
     trainer.current_gradient_accumulation_steps = len(micros)
     trainer.model_wrapped = trainer.model
     model = trainer.accelerator.prepare_model(trainer.model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for inputs in micro_batches(batch, max_tokens, device):
             total += float(trainer.training_step(model, inputs, None))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return total
 
@@ -386,18 +411,20 @@ def variants(
     shape, batch = SHAPES[name], make_batch(SHAPES[name], layout, num_tokens)
     long = num_tokens > 20_000
     found: dict[str, Callable[..., Any]] = {}
-    ours = partial(shoal_step, shape, batch, device)
+    ours = partial(shoal_step, shape, batch, device, lora=options.lora)
     if "shoal" in against and not long:
         found["shoal"] = ours
     if "recompute" in against or ("shoal" in against and long):
         found["shoal, recompute"] = partial(ours, activation_checkpointing=True)
     if "compiled" in against:
         found["shoal, compiled"] = partial(ours, compile=True)
-    if "transformers" in against:
+    if "transformers" in against and not options.lora:
         found["transformers"] = partial(transformers_step, shape, batch, device, 8192)
     if "trl" in against:
         for most in map(int, options.padded.split(",")):
-            found[f"TRL, micro-batches of {most}"] = partial(trl_step, shape, batch, device, most)
+            found[f"TRL, micro-batches of {most}"] = partial(
+                trl_step, shape, batch, device, most, options.lora
+            )
     return found
 
 
@@ -416,6 +443,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--padded", default="8192,16384", help="tokens per micro-batch of TRL, including padding"
+    )
+    parser.add_argument(
+        "--lora", type=int, default=0, help="train adapters of this rank, without transformers"
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(

@@ -63,7 +63,8 @@ def cuda_engine(
 
         whole = LoadedModel.__init__
         monkeypatch.setattr(LoadedModel, "__init__", without_threads)
-        monkeypatch.setitem(PREFILL_SIZES, "cpu", PrefillSize(160, 2, batches=2))
+    # Larger batches of prompts would take so many blocks that fewer rows start, and none is preempted.
+    monkeypatch.setitem(PREFILL_SIZES, device, PrefillSize(160, 2, batches=2))
     return TorchEngine(
         compute_dtype="float32",
         proof=PROOF,

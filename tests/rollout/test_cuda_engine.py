@@ -1,5 +1,6 @@
 """The CUDA step: graphs against single launches, and both against the CPU. Needs a GPU."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,21 @@ def run(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_graph_equals_its_single_launches(folder: Path, dtype: str) -> None:
     assert run(folder, dtype) == run(folder, dtype, graphs=False)
+
+
+def test_a_graph_that_becomes_garbage_does_not_end_a_capture(folder: Path) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")
+    cycle: list[object] = [graph]
+    cycle.append(cycle)
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        del graph, cycle
+        assert len(run(folder, "bfloat16")) == 49
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_tokens_equal_those_of_the_cpu(folder: Path) -> None:

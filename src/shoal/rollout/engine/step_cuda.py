@@ -9,7 +9,9 @@ one pool. A prompt's blocks are shared by all its rows: neighbouring rows read t
 Prompts are computed laid end to end, with the kernels of a decode step: no padding, one pass for all.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -123,8 +125,9 @@ class CudaStep:
             return
         self._step(bucket)  # the first step runs without a graph, which also compiles the kernels
         if self._with_graphs:
-            for size in [rows, *(size for size in BUCKETS if size < rows)]:
-                self._capture(size)
+            with _no_garbage_collection():
+                for size in [rows, *(size for size in BUCKETS if size < rows)]:
+                    self._capture(size)
 
     def verify(self, slots: Sequence[int], drafts_RT: npt.NDArray[np.int64]) -> None:
         """Feeds rows their newest token and a draft, and keeps the draws up to the first that differs from the draft.
@@ -219,6 +222,19 @@ class CudaStep:
             logprobs_SN=slots.logprobs_SN,
             is_end_V=self._is_end_V,
         )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collects garbage once and then none: destroying the graph of an older step would end a capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def row_tables(fields_6S: Tensor, plan_table: Tensor, blocks_SB: Tensor) -> decode_attention.RowTables:
