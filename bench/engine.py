@@ -14,7 +14,8 @@ one table.
 Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
 generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
 installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md), plain (vLLM's own
-`LLM.generate` on all rows of part `engine`, with the drawn tokens' log-probs). `apart` is short for `--parts apart`: how far two
+`LLM.generate`, with the drawn tokens' log-probs). After part `engine` the last two generate all of its rows, each as long as it
+was there. `apart` is short for `--parts apart`: how far two
 computations of the same rows are from each other. `--no-file` draws random weights on the device instead of reading a file, for
 models that are larger than the disk; each part has weights of its own then, so it is for speed only.
 """
@@ -46,7 +47,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.fused import fuse
 from shoal.model.load_model import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
-from shoal.model.tokenizer import CharTokenizer
+from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
@@ -127,15 +128,28 @@ def write_config(folder: Path, name: str) -> None:
     CharTokenizer(ALPHABET).save(folder)
 
 
+def real_prompts(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Returns the first questions of a file, as the model's chat template asks them."""
+    tokenizer = load_tokenizer(options.model)
+    with options.questions.open() as lines:
+        questions = [
+            json.loads(line)["question"] for line, _ in zip(lines, range(options.prompts), strict=False)
+        ]
+    return [tuple(tokenizer.encode_prompt(question, chat=True)) for question in questions]
+
+
 def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> list[GenerationRequest]:
     rng = np.random.default_rng(seed)
     lengths = np.clip(
         rng.lognormal(np.log(options.cap / 6), 0.8, (options.prompts, options.samples)), 1, options.cap
     )
-    prompts = [
-        tuple(rng.integers(3, vocab, rng.integers(options.prompt_min, options.prompt_max + 1)).tolist())
-        for _ in range(options.prompts)
-    ]
+    if options.questions:
+        prompts, lengths = real_prompts(options), np.full(lengths.shape, options.cap)
+    else:
+        prompts = [
+            tuple(rng.integers(3, vocab, rng.integers(options.prompt_min, options.prompt_max + 1)).tolist())
+            for _ in range(options.prompts)
+        ]
     return [
         GenerationRequest(
             prompt_index=index,
@@ -202,6 +216,7 @@ def bytes_moved(shape: Shape, finished: Sequence[FinishedRow], steps: int, value
 
 
 class Pass(NamedTuple):
+    finished: list[FinishedRow]
     tokens: int
     steps: int
     seconds: float
@@ -223,6 +238,8 @@ class Table:
         print(f"{'what':<52} {'tok/s':>9}  notes", flush=True)
         self.ours: Pass | None = None
         """The engine's own result on the rivals' rows, once measured."""
+        self.rows: list[GenerationRequest] = []
+        """The rows of part `engine`, each with as many tokens as it got there; for parts `vllm` and `plain`."""
 
     def rival(self, what: str, tokens: int, spent: rivals.Spent, notes: str) -> None:
         if self.ours is not None:
@@ -249,7 +266,7 @@ def one_pass(
     assert len(finished) == len(requests)
     moved = bytes_moved(shape, finished, steps, DTYPES[options.dtype].itemsize)
     tokens = sum(len(row.output_tokens) for row in finished)
-    return Pass(tokens, steps, seconds, time.process_time() - cpu_s, moved)
+    return Pass(finished, tokens, steps, seconds, time.process_time() - cpu_s, moved)
 
 
 def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> None:
@@ -279,6 +296,8 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
             f"of {', '.join(f'{r:,.0f}' for r in rates)}",
         )
     table.ours = run = min(passes[True], key=lambda run: run.seconds)
+    counts = {row.request: len(row.output_tokens) for row in run.finished}
+    table.rows = [replace(request, max_new_tokens=counts[request]) for request in requests]
     notes = f"{len(requests):,} rows, {run.tokens:,} tokens, {run.steps:,} steps: {run.tokens / run.steps:.0f} rows on average"
     if options.device in COPY_BYTES_PER_S:
         limit_s = run.moved_bytes / COPY_BYTES_PER_S[options.device]
@@ -483,6 +502,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("only", nargs="?", choices=["apart"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, help="a model folder instead of random weights")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        help="with --model: a JSONL file with a column `question`; answers end by themselves",
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--rows", type=int, default=32)
@@ -542,9 +566,8 @@ def main() -> None:
                 continue
             gc.collect()  # a rival may need the memory of the engines before it
             torch.cuda.empty_cache()
-            rows = make_requests(options, read_shape(folder).vocab_size) if part == "plain" else requests
             try:
-                benches[part](options, folder, rows, table)
+                benches[part](options, folder, requests, table)
             except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
                 table.line(f"part {part}", None, f"failed: {type(error).__name__}: {str(error)[:120]}")
 

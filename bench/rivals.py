@@ -27,6 +27,8 @@ class Spent(NamedTuple):
 
 
 class Lines(Protocol):
+    rows: list[GenerationRequest]
+
     def rival(self, what: str, tokens: int, spent: Spent, notes: str) -> None: ...
 
 
@@ -189,26 +191,27 @@ def bench_vllm(
     )
     engine.load(folder, 0)
 
-    def run(num_new: int) -> int:
-        engine.submit([replace(request, max_new_tokens=num_new) for request in requests])
+    rows = table.rows or _alike(options, requests)
+
+    def run(rows: Sequence[GenerationRequest]) -> int:
+        engine.submit(rows)
         tokens = 0
         while engine.has_work:
             tokens += sum(len(row.output_tokens) for row in engine.step())
         return tokens
 
-    run(4)
+    run([replace(request, max_new_tokens=4) for request in requests])
     passes = []
     for version in range(options.repeats):
         engine.load(folder, 1 + version)  # or it would remember the prompts of the pass before
-        passes.append(spend(options.device, lambda: run(options.baseline_tokens)))
+        passes.append(spend(options.device, lambda: run(rows)))
     spent, tokens = min(passes)
     assert isinstance(tokens, int)
-    table.rival(
-        f"vLLM, {options.dtype}, {len(requests)} rows",
-        tokens,
-        spent,
-        f"{options.baseline_tokens} tokens a row, prompts computed once, proofs on",
-    )
+    table.rival(f"VllmEngine, {len(rows)} rows", tokens, spent, "prompts computed once, proofs on")
+
+
+def _alike(options: argparse.Namespace, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    return [replace(request, max_new_tokens=options.baseline_tokens) for request in requests]
 
 
 def bench_plain(
@@ -217,11 +220,13 @@ def bench_plain(
     """vLLM by itself: `LLM.generate`, as many tokens for each row as it may have, with the drawn tokens' log-probs."""
     from vllm import LLM, SamplingParams
 
+    rows = table.rows or _alike(options, requests)
+    longest = max(len(row.prompt_tokens) + row.max_new_tokens for row in rows)
     engine = LLM(
         model=str(folder),
         dtype=options.dtype,
         max_num_seqs=options.rows,
-        max_model_len=options.prompt_max + options.cap,
+        max_model_len=longest,
         gpu_memory_utilization=options.vllm_memory,
         skip_tokenizer_init=True,
         trust_remote_code=False,

@@ -168,7 +168,9 @@ def shoal_step(
 def transformers_model(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-    own_head_dim: dict[str, Any] = {} if shape.qkv_bias else {"head_dim": shape.head_dim}  # Qwen2's follows from its width
+    own_head_dim: dict[str, Any] = (
+        {} if shape.qkv_bias else {"head_dim": shape.head_dim}
+    )  # Qwen2's follows from its width
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     config = kind(
         vocab_size=shape.vocab_size,
