@@ -85,6 +85,8 @@ def small_blocks(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", 16)
     for name in ("PROMPT_SPLIT", "PROMPT_BLOCK", "OWN_BLOCK"):
         monkeypatch.setattr(decode_attention, name, 16)
+    monkeypatch.setattr(decode_attention, "OWN_SPLIT", 16)
+    monkeypatch.setattr(decode_attention, "OWN_PROGRAMS", 24)  # two for each of six rows and two heads
     monkeypatch.setattr(decode_attention, "ITEM_QUERIES", 16)
     monkeypatch.setattr(decode_attention, "PROMPT_PROGRAMS", 32)  # the interpreter runs idle programs too
 
@@ -112,6 +114,32 @@ def test_preempted_rows_come_out_bit_for_bit(
         assert found == expected
         return
     # In the interpreter the products are NumPy's and torch's for CPUs, whose order of sums depends on the number of rows.
+    for row, done in found.items():
+        assert done.output_tokens == expected[row].output_tokens
+        np.testing.assert_allclose(done.logprobs, expected[row].logprobs, atol=2e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_last_rows_move_to_a_smaller_graph(
+    tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.rollout.engine import step_cuda  # needs Triton
+
+    create_model("tiny", tmp_path / "v0", seed=11)
+    rows = [replace(row, max_new_tokens=40 - 6 * at) for at, row in enumerate(reversed(rows_to_generate(40)))]
+    monkeypatch.setattr(step_cuda, "BUCKETS", ())
+    expected = run(cuda_engine(kernel_device, monkeypatch), tmp_path / "v0", rows)
+    monkeypatch.setattr(step_cuda, "BUCKETS", (2, 4))
+    moved: list[tuple[int, int]] = []
+    move_rows = step_cuda.CudaStep.move_rows
+
+    def note(step: step_cuda.CudaStep, moves: Sequence[tuple[int, int]]) -> None:
+        moved.extend(moves)
+        move_rows(step, moves)
+
+    monkeypatch.setattr(step_cuda.CudaStep, "move_rows", note)
+    found = run(cuda_engine(kernel_device, monkeypatch), tmp_path / "v0", rows[::-1])
+    assert moved, "rows in the last slots outlive those in the first"
     for row, done in found.items():
         assert done.output_tokens == expected[row].output_tokens
         np.testing.assert_allclose(done.logprobs, expected[row].logprobs, atol=2e-5)

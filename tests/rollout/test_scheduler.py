@@ -91,7 +91,7 @@ def test_rows_start_in_order_and_are_removed_once(
         removed += [row.request.prompt_index for row in scheduler.remove(sorted(slots))]
         if gapless:
             before = dict(scheduler.running)
-            for source, target in scheduler.compact():
+            for source, target in scheduler.compact(step=0):
                 assert scheduler.running[target] == before[source]
             assert scheduler.end == scheduler.num_running
     assert admitted == list(range(num))
@@ -115,6 +115,17 @@ def test_an_end_reported_before_a_row_started_belongs_to_the_previous_row() -> N
     assert [row.slot for row in scheduler.admit({PROMPT}, step=6)] == [0]
     assert scheduler.finished([0], step=5) == []
     assert scheduler.finished([0], step=6) == [0]
+
+
+def test_an_end_reported_before_a_row_was_moved_belongs_to_the_previous_row() -> None:
+    scheduler = make_scheduler(2)
+    scheduler.submit([request(0), request(1)])
+    scheduler.admit({PROMPT}, step=0)
+    scheduler.remove([0])
+    assert scheduler.compact(step=7) == [(1, 0)]
+    assert scheduler.finished([0, 1], step=6) == []
+    assert scheduler.finished([0, 1], step=7) == [0]
+    assert [fed for _, _, fed in scheduler.fed_tokens(step=9)] == [1], "it was fed since it started"
 
 
 def test_new_slots_are_used_lowest_first() -> None:

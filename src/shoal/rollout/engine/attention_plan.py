@@ -73,6 +73,13 @@ class AttentionPlan:
         self._places_S[slots] = -1
         self._changed = True
 
+    def move_rows(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves rows from slot to slot."""
+        sources, targets = (list(side) for side in zip(*moves, strict=True))
+        for by_slot in (self._places_S, self._lengths_S, self._blocks_SB):
+            by_slot[targets] = by_slot[sources]
+        self.remove_rows(sources)
+
     def copy_from(self, old: "AttentionPlan") -> None:
         """Takes over the rows of a plan with fewer slots."""
         num_slots = len(old._places_S)

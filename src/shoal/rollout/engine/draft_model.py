@@ -104,8 +104,9 @@ class DraftModel:
         self._step.remove_rows(slots)
         for number in numbers:
             del self._rows[number]
-        if self._step.gapless and (moves := self._scheduler.compact()):
-            self._step.slots.move(moves)
+        wanted = self._step.wants_compact(self._scheduler.num_running, self._scheduler.end)
+        if wanted and (moves := self._scheduler.compact(step=0)):  # no ended rows are reported here
+            self._step.move_rows(moves)
 
     def _start(self, rows: Sequence[DraftRow]) -> None:
         """Computes the prompts and drawn tokens of rows that are new here."""

@@ -260,14 +260,16 @@ class KVSlots:
         self.ended_S[slots_R] = torch.where(runs_R, ended_R, self.ended_S[slots_R])
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copies rows from slot to slot."""
-        assert self.rows_cache is not None, "only steps on a CPU move rows"
+        """Moves rows from slot to slot. On a GPU the slots that they leave have no running row; on a CPU nobody steps those."""
         sources, targets = (upload(np.array(side), self.device) for side in zip(*moves, strict=True))
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
         self.fields_6S[:, targets] = self.fields_6S[:, sources]
-        self.rows_cache.copy_rows(self.rows_cache, moves, self.num_drawn_S[sources].tolist())
-        self.rows_cache.release([source for source, _ in moves])
+        if self.rows_cache is not None:
+            self.rows_cache.copy_rows(self.rows_cache, moves, self.num_drawn_S[sources].tolist())
+            self.rows_cache.release([source for source, _ in moves])
+        else:  # a row that went on in the slot it left would write into the blocks of the moved one
+            self.stop_rows([source for source, _ in moves])
 
     def copy_from(self, old: "KVSlots") -> None:
         """Copies all rows of smaller slots into these."""

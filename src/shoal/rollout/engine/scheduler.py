@@ -56,6 +56,8 @@ class _RunningRow:
     request: GenerationRequest
     number: int
     first_step: int
+    slot_since: int
+    """First decode step in its slot; above `first_step` if it was moved."""
     blocks: list[int]
     ahead: int = 0
     """Tokens that it was fed beyond one a step, by drafts."""
@@ -144,7 +146,7 @@ class Scheduler:
             place = self.places.acquire(request.prompt_tokens)
             prompt_blocks = self.places.blocks(request.prompt_tokens)
             admitted.append(Admission(slot, request, place, prompt_blocks, blocks[0]))
-            self._rows[slot] = _RunningRow(request, self._num_admitted, step, blocks)
+            self._rows[slot] = _RunningRow(request, self._num_admitted, step, step, blocks)
             self._num_admitted += 1
         return admitted
 
@@ -185,11 +187,11 @@ class Scheduler:
         return slot, row.number
 
     def finished(self, ended: Collection[int], *, step: int) -> list[int]:
-        """Returns the slots in `ended` whose current row took part in decode step `step`.
+        """Returns the slots in `ended` whose current row took part in decode step `step`, in that slot.
 
-        The device reports ended slots some steps late: a report from before a row started is about the slot's previous row.
+        The device reports ended slots some steps late: a report from before a row came is about the slot's previous row.
         """
-        return [slot for slot in ended if slot in self._rows and self._rows[slot].first_step <= step]
+        return [slot for slot in ended if slot in self._rows and self._rows[slot].slot_since <= step]
 
     def remove(self, slots: Sequence[int]) -> list[RemovedRow]:
         """Removes rows. Their slots and blocks are free at once."""
@@ -200,13 +202,14 @@ class Scheduler:
             self.pool.give_back(row.blocks)
         return [RemovedRow(row.request, row.number) for row in rows]
 
-    def compact(self) -> list[tuple[int, int]]:
-        """Closes all gaps between running rows. Returns the moves (from slot, to slot), valid in any order."""
+    def compact(self, *, step: int) -> list[tuple[int, int]]:
+        """Closes all gaps between running rows before decode step `step`. Returns the moves (from slot, to slot), valid in any order."""
         holes = [slot for slot in range(self.num_running) if slot not in self._rows]
         movers = sorted(slot for slot in self._rows if slot >= self.num_running)
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
             self._rows[target] = self._rows.pop(source)
+            self._rows[target].slot_since = step
         if moves:
             self._free_slots = list(range(self.num_running, self._num_slots))
         return moves

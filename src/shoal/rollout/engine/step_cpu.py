@@ -74,6 +74,13 @@ class CpuStep:
         self._shares: list[_RowShare] = []
         """Rows of each thread; empty after rows were added or removed."""
 
+    def wants_compact(self, num_running: int, end: int) -> bool:
+        """Returns whether the running rows, in slots below `end`, have gaps."""
+        return num_running < end
+
+    def move_rows(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.slots.move(moves)
+
     def copy_from(self, old: "CpuStep") -> None:
         """Takes over the rows and prompts of a step with smaller slots."""
         self.slots.copy_from(old.slots)

@@ -46,7 +46,7 @@ class CudaStep:
     """Steps the rows in slots 0 .. num_slots-1; slots without a running row are allowed."""
 
     gapless = False
-    """A slot without a running row costs next to nothing."""
+    """A few slots without a running row cost next to nothing."""
     lookahead = 2
     """Steps launched before the result of an earlier one is read. One would be enough if admitting rows never took
     longer than a step, but it takes about as long."""
@@ -114,12 +114,25 @@ class CudaStep:
         self.slots.stop_rows([slot])
         self._plan.remove_rows([slot])
 
+    def wants_compact(self, num_running: int, end: int) -> bool:
+        """Returns whether a graph of fewer rows would do if the rows in slots below `end` had no gaps."""
+        return self._bucket(num_running) < self._bucket(end)
+
+    def move_rows(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.slots.move(moves)
+        self._plan.move_rows(moves)
+
+    def _bucket(self, num_slots: int) -> int:
+        """Returns the rows of the graph that steps slots 0 .. num_slots-1."""
+        rows = self.slots.size.rows
+        return next((size for size in BUCKETS if num_slots <= size < rows), rows)
+
     def decode(self, num_slots: int) -> None:
         """Feeds every running row in slots 0 .. num_slots-1 its newest token and draws the next."""
         rows = self.slots.size.rows
         if (table := self._plan.table_if_changed()) is not None:
             self._plan_table.copy_(upload(table, self.slots.device))
-        bucket = next((size for size in BUCKETS if num_slots <= size < rows), rows)
+        bucket = self._bucket(num_slots)
         if bucket in self._graphs:
             self._graphs[bucket].replay()
             return

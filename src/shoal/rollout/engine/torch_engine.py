@@ -221,8 +221,9 @@ class TorchEngine:
         # After drafts rows are further than one token a step, so they need blocks before the next multiple of GROW_STEPS.
         if few or self._verified or self._num_steps % GROW_STEPS == 0:
             self._give_blocks(step)
-        if step.gapless and (moves := self._scheduler.compact()):
-            step.slots.move(moves)
+        wants_compact = step.wants_compact(self._scheduler.num_running, self._scheduler.end)
+        if wants_compact and (moves := self._scheduler.compact(step=self._num_steps)):
+            step.move_rows(moves)
         self._verified = few and self._verify_drafts(step)
         if not self._verified:
             step.decode(self._scheduler.end)
