@@ -85,8 +85,6 @@ def small_blocks(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", 16)
     for name in ("PROMPT_SPLIT", "PROMPT_BLOCK", "OWN_BLOCK"):
         monkeypatch.setattr(decode_attention, name, 16)
-    monkeypatch.setattr(decode_attention, "OWN_SPLIT", 16)
-    monkeypatch.setattr(decode_attention, "OWN_PROGRAMS", 24)  # two for each of six rows and two heads
     monkeypatch.setattr(decode_attention, "ITEM_QUERIES", 16)
     monkeypatch.setattr(decode_attention, "PROMPT_PROGRAMS", 32)  # the interpreter runs idle programs too
 

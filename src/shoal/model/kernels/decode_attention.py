@@ -4,7 +4,7 @@
     attend        q/k norm, rotation, write to the cache and attention over it, each row only up to its own length
 
 A first launch computes partial results: rows of one prompt attend together to parts of it, and each row attends to its own new
-tokens, in splits of which a program computes one or several. A second launch merges the partial results.
+tokens, split among a few programs. A second launch merges the partial results.
 
 Values are rounded where the decoder rounds them (elementwise.py).
 """
@@ -27,11 +27,9 @@ PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
 PROMPT_PROGRAMS, PROMPT_STAGES = 528, 2
 """Programs for all kv heads, four per multiprocessor; each takes one item after another."""
 ATTEND_WARPS = 4
-OWN_SPLIT, OWN_BLOCK = 256, 64
-"""New tokens of a row that have a partial result of their own, and tokens that are loaded together. The order of sums depends on these
-only, not on the programs that compute the partial results."""
-OWN_PROGRAMS = 4096
-"""Programs for the new tokens of all rows and kv heads, if each row has enough of them: the step lasts as long as its longest row."""
+OWN_SHARES, OWN_BLOCK = 2, 64
+"""Programs that share a row's new tokens, and tokens that one loads together. They alternate, so that the order of sums does not
+depend on the number of tokens. The step lasts as long as its longest row."""
 OWN_STAGES = 3
 MERGE_PARTS, MERGE_WARPS = 8, 2
 """Partial results that are merged at once."""
@@ -174,9 +172,7 @@ def _attend_parts(
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
-    OWN_PARTS: tl.constexpr,
-    OWN_SPLIT: tl.constexpr,
-    OWN_PER_ROW: tl.constexpr,
+    SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -189,9 +185,9 @@ def _attend_parts(
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes partial attention. The first `num_own` programs, OWN_PER_ROW for each row, attend from one row to splits of its new
-    tokens; they come first because the longest rows take longest. The others attend from a few rows of one prompt to a part of it,
-    with the queries of all these rows in one product."""
+    """Computes partial attention. The first `num_own` programs attend from one row to their share of its new tokens; they come
+    first because the longest rows take longest. The others attend from a few rows of one prompt to a part of it, with the queries
+    of all these rows in one product."""
     # Heads vary fastest: those of a row are adjacent in memory, and new tokens come first for all heads.
     program = tl.program_id(0) // NUM_KV
     head = tl.program_id(0) % NUM_KV
@@ -224,53 +220,51 @@ def _attend_parts(
                 q, top, total, mixed, keys + at, values + at, blocks, block_stride, 0, num, scale,
                 False, PAGE, step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
             )  # fmt: skip
-            to = (rows * NUM_HEADS + head * group + i % group) * PARTS + OWN_PARTS + begin // SPLIT
+            to = (rows * NUM_HEADS + head * group + i % group) * PARTS + SHARES + begin // SPLIT
             tl.store(tops + to, top, mask=in_q)
             tl.store(totals + to, total, mask=in_q)
             tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_qd)
     else:
-        row = (program // OWN_PER_ROW).to(tl.int64)
+        row = (program // SHARES).to(tl.int64)
+        share = program % SHARES
         position = tl.load(table + row)
         # An ended row has position 0 and attends to nothing.
         own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
-        num_splits = tl.maximum(tl.cdiv(own, OWN_SPLIT), 1)
-        if program % OWN_PER_ROW < num_splits:
+        if (share == 0) | (share * OWN_N < own):
             g = tl.arange(0, BLOCK_G)
             in_gd = (g < group)[:, None] & in_d[None, :]
             heads = qkv + row * line + (head * group + g)[:, None] * D
             turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
             q = _load_rotated(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
             mine_b = blocks + row * max_blocks
-            for split in range(program % OWN_PER_ROW, num_splits, OWN_PER_ROW):
-                top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_G], tl.float32)
-                mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-                if split == 0:
-                    # The new token's key and value are still in registers; memory holds those of earlier steps.
-                    mine = tl.zeros([1, 1], tl.int32)
-                    k_at = qkv + row * line + (NUM_HEADS + head) * D
-                    in_1d = in_d[None, :]
-                    k = _load_rotated(
-                        k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
-                    )
-                    v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
-                    # Blocks of a row that has ended may belong to another row already.
-                    runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
-                    to_1 = tl.load(mine_b + own // PAGE) * block_stride + (own % PAGE) * step + head * D
-                    tl.store(keys + to_1 + d[None, :], k, mask=runs)
-                    tl.store(values + to_1 + d[None, :], v, mask=runs)
-                    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
-                    total = tl.full([BLOCK_G], 1.0, tl.float32)
-                    mixed = mixed + v.to(tl.float32)
-                end = tl.minimum(own, (split + 1) * OWN_SPLIT)
-                top, total, mixed = _attend_blocks(
-                    q, top, total, mixed, keys + head * D, values + head * D, mine_b, block_stride, split * OWN_SPLIT, end, scale,
-                    True, PAGE, step, D, BLOCK_D, OWN_N, OWN_N, OWN_S, PRECISION,
-                )  # fmt: skip
-                to = (row * NUM_HEADS + head * group + g) * PARTS + split
-                tl.store(tops + to, top, mask=g < group)
-                tl.store(totals + to, total, mask=g < group)
-                tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_gd)
+            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            if share == 0:
+                # The new token's key and value are still in registers; memory holds those of earlier steps.
+                mine = tl.zeros([1, 1], tl.int32)
+                k_at = qkv + row * line + (NUM_HEADS + head) * D
+                in_1d = in_d[None, :]
+                k = _load_rotated(
+                    k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
+                )
+                v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
+                # Blocks of a row that has ended may belong to another row already.
+                runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
+                to_1 = tl.load(mine_b + own // PAGE) * block_stride + (own % PAGE) * step + head * D
+                tl.store(keys + to_1 + d[None, :], k, mask=runs)
+                tl.store(values + to_1 + d[None, :], v, mask=runs)
+                top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+                total = tl.full([BLOCK_G], 1.0, tl.float32)
+                mixed = mixed + v.to(tl.float32)
+            top, total, mixed = _attend_blocks(
+                q, top, total, mixed, keys + head * D, values + head * D, mine_b, block_stride, share * OWN_N, own, scale,
+                True, PAGE, step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
+            )  # fmt: skip
+            to = (row * NUM_HEADS + head * group + g) * PARTS + share
+            tl.store(tops + to, top, mask=g < group)
+            tl.store(totals + to, total, mask=g < group)
+            tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_gd)
 
 
 @triton.jit
@@ -324,23 +318,21 @@ def _merge(
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
-    OWN_PARTS: tl.constexpr,
-    OWN_SPLIT: tl.constexpr,
+    SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
+    OWN_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merges the partial results: the splits of new tokens first, then the prompt's parts, each in order. The order of sums depends on
-    the row alone, not on the OWN_PARTS that the longest row may have."""
+    """Merges the partial results: the shares of new tokens first, then the prompt's parts in order."""
     row = (tl.program_id(0) // NUM_KV).to(tl.int64)
     head = tl.program_id(0) % NUM_KV
     group: tl.constexpr = NUM_HEADS // NUM_KV
     position = tl.load(table + row)
     prompt_len = tl.minimum(tl.load(table + 5 * num_slots + row), position)
     own = position - prompt_len
-    num_splits = tl.maximum(tl.cdiv(own, OWN_SPLIT), 1)
-    num_parts = num_splits + tl.cdiv(prompt_len, SPLIT)
+    num_parts = SHARES + tl.cdiv(prompt_len, SPLIT)
     d = tl.arange(0, BLOCK_D)
     h = tl.arange(0, BLOCK_H)
     in_h = h < group
@@ -350,9 +342,9 @@ def _merge(
     # Several at once: the kernel's time is spent waiting for loads.
     for start in range(0, num_parts, AT_ONCE):
         p = start + tl.arange(0, AT_ONCE)
-        in_hp = in_h[:, None] & (p < num_parts)[None, :]
-        stored = tl.where(p < num_splits, p, p - num_splits + OWN_PARTS)
-        at = (row * NUM_HEADS + head * group + h)[:, None] * PARTS + stored[None, :]
+        there = (p < num_parts) & ((p == 0) | (p >= SHARES) | (p * OWN_N < own))
+        in_hp = in_h[:, None] & there[None, :]
+        at = (row * NUM_HEADS + head * group + h)[:, None] * PARTS + p[None, :]
         part_tops = tl.load(tops + at, mask=in_hp, other=float("-inf"))
         part_totals = tl.load(totals + at, mask=in_hp, other=0.0)
         in_hpd = in_hp[:, :, None] & (d < D)[None, None, :]
@@ -387,10 +379,7 @@ def attend(
     """
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
-    page = cache[0].shape[1]
-    own_parts = triton.cdiv(rows.blocks_SB.shape[1] * page, OWN_SPLIT)
-    own_per_row = max(1, min(own_parts, triton.cdiv(OWN_PROGRAMS, num_rows * kv_heads)))
-    parts = own_parts + triton.cdiv(prompt_positions, PROMPT_SPLIT)
+    parts = OWN_SHARES + triton.cdiv(prompt_positions, PROMPT_SPLIT)
     tops, totals = (qkv_BQ.new_empty(num_rows, heads, parts, dtype=torch.float32) for _ in range(2))
     mixes = qkv_BQ.new_empty(num_rows, heads, parts, shape.head_dim, dtype=torch.float32)
     out_BQ = qkv_BQ.new_empty(num_rows, heads * shape.head_dim)
@@ -399,9 +388,9 @@ def attend(
         "NUM_KV": kv_heads,
         "D": shape.head_dim,
         "PARTS": parts,
-        "OWN_PARTS": own_parts,
-        "OWN_SPLIT": OWN_SPLIT,
+        "SHARES": OWN_SHARES,
         "SPLIT": PROMPT_SPLIT,
+        "OWN_N": OWN_BLOCK,
     }
     if store_first:
         _store_new[(num_rows * kv_heads,)](
@@ -418,13 +407,13 @@ def attend(
             NUM_HEADS=heads,
             NUM_KV=kv_heads,
             D=shape.head_dim,
-            PAGE=page,
+            PAGE=cache[0].shape[1],
             BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
             QK_NORM=shape.qk_norm,
             num_warps=ATTEND_WARPS,  # as in _attend_parts, whose norm then sums in the same order
         )
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
-    num_own = num_rows * own_per_row
+    num_own = num_rows * OWN_SHARES
     _attend_parts[((num_own + programs) * kv_heads,)](
         qkv_BQ,
         rope_PE,
@@ -446,9 +435,7 @@ def attend(
         cache[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
-        PAGE=page,
-        OWN_PER_ROW=own_per_row,
-        OWN_N=OWN_BLOCK,
+        PAGE=cache[0].shape[1],
         BLOCK_Q=max(16, triton.next_power_of_2(rows_per_item(shape) * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # tl.dot needs at least 16 rows
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
