@@ -2,13 +2,16 @@
 
 import argparse
 import threading
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from shoal.cli.main import parse, run_command
+from shoal.cli.main import make_parser, parse, run_command
 from shoal.cli.run.supervise import RunFailed
 from shoal.cli.ui.errors import error_message
+from shoal.cli.ui.values import Imported
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, CorruptData, Rejected
@@ -296,3 +299,20 @@ def test_fresh_checks_the_new_run_before_it_deletes_the_earlier_one(
     assert do("run", str(file), "--dir", str(folder), "--fresh", *more) == 2
     assert words in capsys.readouterr().err
     assert (folder / "run.toml").read_text() == "an earlier run"
+
+
+def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers_below(below)
+
+
+def test_every_command_names_a_function_that_exists() -> None:
+    """`Imported` takes names, which mypy does not check."""
+    actions = {parser.get_default("action") for parser in parsers_below(make_parser())}
+    named = [action for action in actions if isinstance(action, Imported)]
+    assert len(named) > 25
+    for action in named:
+        assert list(signature(action.load()).parameters) == ["options", "stop"], action

@@ -1,16 +1,16 @@
 """Arguments of the commands whose modules are slow to import.
 
-Every command imports this file first, so it imports only options and their types. The functions at the end import a command's module.
+Every command imports this file first, so it imports only options and their types; `Imported` names a command's function.
 """
 
 import argparse
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from shoal.cli.ui.values import (
+    Action,
     Commands,
+    Imported,
     above_zero,
     add_compute_options,
     add_device,
@@ -33,8 +33,6 @@ from shoal.cli.ui.values import (
 )
 
 NODE_FOLDER = Path("shoal-node")
-
-Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
 
 
 # -- shoal run --------------------------------------------------------------------------------------------
@@ -79,6 +77,18 @@ def add_run(commands: Commands) -> None:
     parser.set_defaults(action=_run)
 
 
+def _run(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.overrides import combinations
+
+    if len(combinations(options.set)) > 1:
+        from shoal.cli.run.sweep import sweep
+
+        return sweep(options, stop)
+    from shoal.cli.run.local import run
+
+    return run(options, stop)
+
+
 # -- commands of a contributor ------------------------------------------------------------------------------
 
 
@@ -86,8 +96,12 @@ def add_contributor_commands(commands: Commands) -> None:
     """Adds join, status, whoami, pause, leave, remove, check-local, identity and doctor."""
     _add_join(commands)
     for name, words, action in (
-        ("status", "what this node earned, and why a submission was refused", _status),
-        ("whoami", "this node's id, owner and run", _whoami),
+        (
+            "status",
+            "what this node earned, and why a submission was refused",
+            Imported("commands.join", "status"),
+        ),
+        ("whoami", "this node's id, owner and run", Imported("commands.join", "whoami")),
     ):
         parser = commands.add_parser(name, help=words)
         add_json(parser)
@@ -100,27 +114,27 @@ def add_contributor_commands(commands: Commands) -> None:
     when.add_argument(
         "--now", action="store_true", help="give the current lease back instead of finishing it"
     )
-    _add_node_folder(pause, _pause)
+    _add_node_folder(pause, Imported("commands.join", "pause"))
     leave = commands.add_parser("leave", help="finish the current lease and leave the run")
-    _add_node_folder(leave, _leave)
+    _add_node_folder(leave, Imported("commands.join", "leave"))
     remove = commands.add_parser(
         "remove", help="leave the run and delete everything that joining has written"
     )
     remove.add_argument("--yes", action="store_true", help="delete without being asked")
     remove.add_argument("--keep-key", action="store_true", help="keep node.key, which owns the credit")
-    _add_node_folder(remove, _remove)
+    _add_node_folder(remove, Imported("commands.join", "remove"))
     check = commands.add_parser(
         "check-local", help="run a validator's checks on the last file this node made, or on FILE"
     )
     check.add_argument("file", type=Path, nargs="?", help="default: the last file this node made")
     check.add_argument("--lease", type=Path, help="the file's lease (default: lease.json beside the file)")
     add_json(check)
-    _add_node_folder(check, _check_local)
+    _add_node_folder(check, Imported("commands.join", "check_local"))
     _add_identity(commands)
     doctor = commands.add_parser("doctor", help="check this installation, and whether it can work for a run")
     doctor.add_argument("url", type=url, nargs="?", help="the coordinator's URL (default: only this machine)")
     add_json(doctor)
-    _add_node_folder(doctor, _doctor)
+    _add_node_folder(doctor, Imported("commands.doctor", "doctor"))
 
 
 def _add_join(commands: Commands) -> None:
@@ -154,15 +168,15 @@ def _add_join(commands: Commands) -> None:
         metavar="PORT",
         help="another port that the worker may connect to, such as that of the run's object store",
     )
-    _add_node_folder(join, _join)
+    _add_node_folder(join, Imported("commands.join", "join"))
 
 
 def _add_identity(commands: Commands) -> None:
     parser = commands.add_parser("identity", help="back up, restore and delegate keys")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, words, action in (
-        ("backup", "write this node's key to FILE", _backup),
-        ("restore", "restore a key from a backup into the folder", _restore),
+        ("backup", "write this node's key to FILE", Imported("commands.identity", "backup")),
+        ("restore", "restore a key from a backup into the folder", Imported("commands.identity", "restore")),
     ):
         one = actions.add_parser(name, help=words)
         one.add_argument("file", type=Path)
@@ -176,7 +190,7 @@ def _add_identity(commands: Commands) -> None:
     delegate.add_argument(
         "--out", type=Path, default=Path("delegation.json"), help="(default: delegation.json)"
     )
-    delegate.set_defaults(action=_delegate)
+    delegate.set_defaults(action=Imported("commands.identity", "delegate"))
     relay = actions.add_parser("relay", help="make, as the operator, the key of the relay at a URL")
     relay.add_argument("url", type=url, help="the URL at which workers reach the relay")
     relay.add_argument("--owner", type=Path, required=True, help="relay.key of the coordinator's keys folder")
@@ -187,7 +201,7 @@ def _add_identity(commands: Commands) -> None:
         required=True,
         help="folder for relay.key and delegation.json, to copy to its host",
     )
-    relay.set_defaults(action=_delegate_relay)
+    relay.set_defaults(action=Imported("commands.identity", "delegate_relay"))
 
 
 def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
@@ -207,7 +221,7 @@ def add_analysis_commands(commands: Commands) -> None:
     explain = commands.add_parser("explain", help="what a refusal code means")
     explain.add_argument("code", nargs="?", help="such as reject.early_stop; without one, all are listed")
     add_json(explain)
-    explain.set_defaults(action=_explain)
+    explain.set_defaults(action=Imported("commands.doctor", "explain"))
     _add_tasks(commands)
     _add_data(commands)
     _add_toploc(commands)
@@ -221,7 +235,7 @@ def _add_ledger(commands: Commands) -> None:
         "run", metavar="RUN", type=url_or_folder, help="a coordinator's URL, or a run's folder"
     )
     add_json(verify)
-    verify.set_defaults(action=_verify_ledger)
+    verify.set_defaults(action=Imported("commands.audit", "verify"))
 
 
 def _add_audit(commands: Commands) -> None:
@@ -241,18 +255,18 @@ def _add_audit(commands: Commands) -> None:
     parser.add_argument("--lease", metavar="ID", help="repeat only the verdict on this lease")
     parser.add_argument("--seed", type=int, default=None, help="the same seed chooses the same sample")
     add_json(parser)
-    parser.set_defaults(action=_audit)
+    parser.set_defaults(action=Imported("commands.audit", "audit"))
 
 
 def _add_tasks(commands: Commands) -> None:
     parser = commands.add_parser("tasks", help="list the installed tasks, or show problems of one")
-    parser.set_defaults(action=_list_tasks)
+    parser.set_defaults(action=Imported("commands.tasks", "list_tasks"))
     actions = parser.add_subparsers(metavar="ACTION")
     show = actions.add_parser("show", help="print three problems, each with a right and a wrong answer")
     show.add_argument("task", metavar="NAME", help="a task that `shoal tasks` lists, or FILE.py:CLASS")
     add_task_settings(show)
     show.add_argument("--seed", type=int, default=0, help="chooses the problems (default: 0)")
-    show.set_defaults(action=_show_task)
+    show.set_defaults(action=Imported("commands.tasks", "show_task"))
 
 
 def _add_data(commands: Commands) -> None:
@@ -291,7 +305,7 @@ def _add_data(commands: Commands) -> None:
         help="take the answers from such a run, by its coordinator's URL or its folder; waits until all are there",
     )
     add_sampling_options(filter_)
-    filter_.set_defaults(action=_filter)
+    filter_.set_defaults(action=Imported("commands.data", "filter_problems"))
     check = actions.add_parser(
         "check", help="list unusable rows of a data set; leave out rows without a model"
     )
@@ -311,7 +325,7 @@ def _add_data(commands: Commands) -> None:
     )
     check.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the rows that remain")
     add_json(check)
-    check.set_defaults(action=_check_data)
+    check.set_defaults(action=Imported("commands.data_check", "check_data"))
 
 
 def _add_toploc(commands: Commands) -> None:
@@ -323,7 +337,7 @@ def _add_toploc(commands: Commands) -> None:
     prove.add_argument("--task", default="add", help="the task whose prompts are answered (default: add)")
     prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)")
     add_engine_choice(prove)
-    prove.set_defaults(action=_prove)
+    prove.set_defaults(action=Imported("commands.toploc", "prove"))
     calibrate = actions.add_parser("calibrate", help="check honest rows here and write the noise file")
     calibrate.add_argument(
         "files",
@@ -332,7 +346,7 @@ def _add_toploc(commands: Commands) -> None:
         metavar="ROWS",
         help="files that `prove` wrote; each name should say on which machine",
     )
-    calibrate.set_defaults(action=_calibrate)
+    calibrate.set_defaults(action=Imported("commands.toploc", "calibrate"))
     whole = actions.add_parser(
         "calibrate-run", help="measure the noise of a run file's own model, task and terms on this machine"
     )
@@ -343,7 +357,7 @@ def _add_toploc(commands: Commands) -> None:
     whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")
     whole.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
-    whole.set_defaults(action=_calibrate_run)
+    whole.set_defaults(action=Imported("commands.toploc", "calibrate_run"))
     for action in (prove, calibrate):
         action.add_argument("--model", required=True, help="a folder, or a built-in model")
         action.add_argument(
@@ -351,150 +365,3 @@ def _add_toploc(commands: Commands) -> None:
         )
         add_compute_options(action)
         action.add_argument("--out", type=Path, required=True, metavar="FILE")
-
-
-# -- the commands' functions, imported when called ----------------------------------------------------------
-
-
-def _run(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.run.overrides import combinations
-
-    if len(combinations(options.set)) > 1:
-        from shoal.cli.run.sweep import sweep
-
-        return sweep(options, stop)
-    from shoal.cli.run.local import run
-
-    return run(options, stop)
-
-
-def _join(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import join
-
-    return join(options, stop)
-
-
-def _status(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import status
-
-    return status(options, stop)
-
-
-def _whoami(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import whoami
-
-    return whoami(options, stop)
-
-
-def _pause(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import pause
-
-    return pause(options, stop)
-
-
-def _leave(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import leave
-
-    return leave(options, stop)
-
-
-def _remove(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import remove
-
-    return remove(options, stop)
-
-
-def _check_local(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import check_local
-
-    return check_local(options, stop)
-
-
-def _backup(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.identity import backup
-
-    return backup(options, stop)
-
-
-def _restore(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.identity import restore
-
-    return restore(options, stop)
-
-
-def _delegate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.identity import delegate
-
-    return delegate(options, stop)
-
-
-def _delegate_relay(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.identity import delegate_relay
-
-    return delegate_relay(options, stop)
-
-
-def _doctor(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.doctor import doctor
-
-    return doctor(options, stop)
-
-
-def _explain(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.doctor import explain
-
-    return explain(options, stop)
-
-
-def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.audit import verify
-
-    return verify(options, stop)
-
-
-def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.audit import audit
-
-    return audit(options, stop)
-
-
-def _list_tasks(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.tasks import list_tasks
-
-    return list_tasks(options, stop)
-
-
-def _show_task(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.tasks import show_task
-
-    return show_task(options, stop)
-
-
-def _check_data(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.data_check import check_data
-
-    return check_data(options, stop)
-
-
-def _filter(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.data import filter_problems
-
-    return filter_problems(options, stop)
-
-
-def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.toploc import prove
-
-    return prove(options, stop)
-
-
-def _calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.toploc import calibrate_run
-
-    return calibrate_run(options, stop)
-
-
-def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.toploc import calibrate
-
-    return calibrate(options, stop)

@@ -4,12 +4,12 @@ Like arguments.py, this is imported before every command, so it imports nothing 
 """
 
 import argparse
-import threading
 from pathlib import Path
 
 from shoal.cli.ui.values import (
     MAX_NEW_TOKENS,
     Commands,
+    Imported,
     above_zero,
     add_compute_options,
     add_device,
@@ -35,14 +35,14 @@ def add_result_commands(commands: Commands) -> None:
     export.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty"
     )
-    export.set_defaults(action=_export)
+    export.set_defaults(action=Imported("commands.export", "export"))
     push = commands.add_parser(
         "push", help="upload a version of a run, or a model folder, to the Hugging Face hub"
     )
     _add_version(push)
     push.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
     push.add_argument("--private", action="store_true", help="create a private repository")
-    push.set_defaults(action=_push)
+    push.set_defaults(action=Imported("commands.export", "push"))
     chat = commands.add_parser("chat", help="talk to a run's model or to a model folder")
     chat.add_argument("model", metavar="MODEL", help="a run's folder, a model folder, or a built-in model")
     chat.add_argument(
@@ -66,7 +66,7 @@ def add_result_commands(commands: Commands) -> None:
     )
     chat.add_argument("--seed", type=int, help="the same seed gives the same answers (default: a new one)")
     add_generation_options(chat)
-    chat.set_defaults(action=_chat)
+    chat.set_defaults(action=Imported("commands.export", "chat"))
 
 
 def add_init(commands: Commands) -> None:
@@ -102,7 +102,7 @@ def add_init(commands: Commands) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU)")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the guesses")
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
-    parser.set_defaults(action=_init)
+    parser.set_defaults(action=Imported("run.new_run", "init"))
 
 
 def _add_eval(commands: Commands) -> None:
@@ -143,7 +143,7 @@ def _add_eval(commands: Commands) -> None:
     )
     add_sampling_options(parser)
     add_json(parser)
-    parser.set_defaults(action=_evaluate)
+    parser.set_defaults(action=Imported("commands.evaluate", "evaluate"))
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +175,7 @@ def _add_serve(commands: Commands) -> None:
     )
     add_engine_choice(parser)
     add_compute_options(parser)
-    parser.set_defaults(action=_serve)
+    parser.set_defaults(action=Imported("commands.serve", "serve"))
 
 
 def _add_verify(commands: Commands) -> None:
@@ -189,49 +189,4 @@ def _add_verify(commands: Commands) -> None:
     )
     add_device(parser)
     add_json(parser)
-    parser.set_defaults(action=_verify_answer)
-
-
-# -- the commands' functions, imported when called ----------------------------------------------------------
-
-
-def _init(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.run.new_run import init
-
-    return init(options, stop)
-
-
-def _export(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.export import export
-
-    return export(options, stop)
-
-
-def _push(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.export import push
-
-    return push(options, stop)
-
-
-def _chat(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.export import chat
-
-    return chat(options, stop)
-
-
-def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.evaluate import evaluate
-
-    return evaluate(options, stop)
-
-
-def _serve(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.serve import serve
-
-    return serve(options, stop)
-
-
-def _verify_answer(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.verify_answer import verify
-
-    return verify(options, stop)
+    parser.set_defaults(action=Imported("commands.verify_answer", "verify"))

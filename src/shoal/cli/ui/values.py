@@ -2,10 +2,13 @@
 
 import argparse
 import contextlib
+import importlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -19,6 +22,23 @@ Z_95 = 1.959964
 Commands: TypeAlias = (
     "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
 )
+Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
+"""The function of a command: takes its options, stops early if the event is set, and returns the exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The function of a command whose module, below shoal.cli, is imported when the command runs."""
+
+    module: str
+    function: str
+
+    def load(self) -> Action:
+        action: Action = getattr(importlib.import_module(f"shoal.cli.{self.module}"), self.function)
+        return action
+
+    def __call__(self, options: argparse.Namespace, stop: threading.Event) -> int:
+        return self.load()(options, stop)
 
 
 # -- types of values: each raises ArgumentTypeError with the text that was given ------------------------------
