@@ -154,15 +154,6 @@ class ReplayedLedger:
             NodeStanding(trust=Trust.PROBATION, since_s=self.time_s), owner=body.get("owner")
         )
 
-    def _session(self, body: dict[str, Any]) -> None:
-        self._apply_event(body["node"], TrustEvent.RETURN)
-
-    def _committed(self, body: dict[str, Any]) -> None:
-        self.secrets.commit(body, self.seq)
-
-    def _revealed(self, body: dict[str, Any]) -> None:
-        self.secrets.reveal(body, self.seq)
-
     def _published(self, body: dict[str, Any]) -> None:
         if body["version"] != self.newest_version + 1:
             raise self._corrupt(f"version {body['version']} is published after version {self.newest_version}")
@@ -364,18 +355,6 @@ class ReplayedLedger:
             self._node(body["node"]).returned += body["returned"]
             self._apply_event(body["node"], TrustEvent.UPHELD)
 
-    def _released(self, body: dict[str, Any]) -> None:
-        self.groups.release(body, self._node(body["node"]).rejected_seq)
-
-    def _withdrawn(self, body: dict[str, Any]) -> None:
-        self.groups.withdraw(body["group_ids"])
-
-    def _formed(self, body: dict[str, Any]) -> None:
-        self.groups.form(body, self.terms.get("max_unchecked_share"), self.max_lag)
-
-    def _evaluated(self, body: dict[str, Any]) -> None:
-        self.groups.complete_evaluation(body)
-
     # -- shared by those methods ------------------------------------------------------------------------
 
     def _apply_event(self, key: str, event: TrustEvent) -> None:
@@ -445,9 +424,9 @@ class ReplayedLedger:
 _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "run.opened": ReplayedLedger._opened,
     "node.enrolled": ReplayedLedger._enrolled,
-    "session.opened": ReplayedLedger._session,
-    "epoch.committed": ReplayedLedger._committed,
-    "epoch.revealed": ReplayedLedger._revealed,
+    "session.opened": lambda ledger, body: ledger._apply_event(body["node"], TrustEvent.RETURN),
+    "epoch.committed": lambda ledger, body: ledger.secrets.commit(body, ledger.seq),
+    "epoch.revealed": lambda ledger, body: ledger.secrets.reveal(body, ledger.seq),
     "policy.published": ReplayedLedger._published,
     "lease.issued": ReplayedLedger._issued,
     "submission.received": ReplayedLedger._received,
@@ -456,10 +435,14 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "credit.revoked": ReplayedLedger._revoked,
     "appeal.filed": ReplayedLedger._appealed,
     "appeal.decided": ReplayedLedger._decided,
-    "group.released": ReplayedLedger._released,
-    "group.withdrawn": ReplayedLedger._withdrawn,
-    "batch.formed": ReplayedLedger._formed,
-    "evaluation.completed": ReplayedLedger._evaluated,
+    "group.released": lambda ledger, body: ledger.groups.release(
+        body, ledger._node(body["node"]).rejected_seq
+    ),
+    "group.withdrawn": lambda ledger, body: ledger.groups.withdraw(body["group_ids"]),
+    "batch.formed": lambda ledger, body: ledger.groups.form(
+        body, ledger.terms.get("max_unchecked_share"), ledger.max_lag
+    ),
+    "evaluation.completed": lambda ledger, body: ledger.groups.complete_evaluation(body),
     "run.finished": ReplayedLedger._finished,
 }
 
