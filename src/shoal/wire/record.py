@@ -35,6 +35,12 @@ class Record(BaseModel):
             where = ".".join(str(part) for part in first["loc"]) or cls.__name__
             raise Rejected("request.malformed", f"{cls.__name__}.{where}: {first['msg']}") from None
 
+    @classmethod
+    def copied_from(cls, source: object, **values: Any) -> Self:
+        """Returns a record with these values, and with the attributes of `source`, such as a database row, for its other fields."""
+        names = [name for name in cls.model_fields if name not in values and hasattr(source, name)]
+        return cls(**{name: getattr(source, name) for name in names}, **values)
+
     def canonical(self) -> bytes:
         return canonical_json(self.model_dump(mode="json"))
 

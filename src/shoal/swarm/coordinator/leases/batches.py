@@ -285,7 +285,7 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         return None
     batch = Batch(
         version=version,
-        groups=tuple(_to_group(row) for row in rows),
+        groups=tuple(Group.copied_from(row, rewards=tuple(json.loads(row.rewards))) for row in rows),
         reward_mean=_mean_reward(rows) or 0.0,
         **_since_last_batch(tx.db, coordinator, rows),
         **_mean_times(tx.db, sorted({row.lease_id for row in rows})),
@@ -419,15 +419,3 @@ def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:
 def count_by_state(db: Connection) -> dict[str, int]:
     query = select(groups.c.state, func.count()).group_by(groups.c.state)
     return {row[0]: row[1] for row in db.execute(query)}
-
-
-def _to_group(row: Row[Any]) -> Group:
-    return Group(
-        group_id=row.group_id,
-        lease_id=row.lease_id,
-        sha256=row.sha256,
-        prompt_index=row.prompt_index,
-        policy_version=row.policy_version,
-        rewards=tuple(json.loads(row.rewards)),
-        task=row.task,
-    )

@@ -66,13 +66,7 @@ def move(tx: Transaction, lease: Row[Any], event: LeaseEvent) -> None:
 
 
 def status(lease: Row[Any]) -> LeaseStatus:
-    return LeaseStatus(
-        lease_id=lease.lease_id,
-        state=lease.state,
-        code=lease.code,
-        detail=lease.detail,
-        credit=lease.credit,
-    )
+    return LeaseStatus.copied_from(lease)
 
 
 def get_status(tx: Transaction, coordinator: Coordinator, lease_id: str) -> LeaseStatus:

@@ -124,13 +124,10 @@ def views(
     """Returns the relays as others see them. No version is believed before it is announced."""
     announced = -1 if newest is None else newest
     return tuple(
-        RelayView(
-            url=row.url,
+        RelayView.copied_from(
+            row,
             liveness=liveness(row.last_seen_s, now_s, heartbeat_s).value,
             versions=tuple(version for version in json.loads(row.versions) if version <= announced),
-            bytes_sent=row.bytes_sent,
-            key=row.key,
-            problem=row.problem,
         )
         for row in reports
     )

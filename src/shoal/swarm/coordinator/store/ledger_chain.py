@@ -6,7 +6,7 @@ Events are appended in the transaction of the effect they describe. wire/ledger.
 import json
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, bindparam, func, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from shoal.swarm.coordinator.store.schema import ledger
 from shoal.swarm.coordinator.store.statements import Statement, inserting
@@ -66,19 +66,7 @@ def signed_head(db: Connection, run: str, key: Key) -> Sealed[LedgerHead]:
 
 def read_page(db: Connection, from_seq: int, num_events: int) -> list[LedgerEvent]:
     rows = db.execute(_PAGE, {"from_seq": from_seq, "num_events": num_events})
-    return [_to_event(row) for row in rows]
-
-
-def _to_event(row: Row[Any]) -> LedgerEvent:
-    return LedgerEvent(
-        seq=row.seq,
-        time_s=row.time_s,
-        type=row.type,
-        actor=row.actor,
-        body=json.loads(row.body),
-        prev=row.prev,
-        hash=row.hash,
-    )
+    return [LedgerEvent.copied_from(row, body=json.loads(row.body)) for row in rows]
 
 
 _PLAIN = {

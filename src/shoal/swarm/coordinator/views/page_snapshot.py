@@ -81,12 +81,9 @@ def node_page(db: Connection, context: ViewContext, node: str) -> NodePage:
     now_s = context.clock()
     (view,) = stats.node_views(db, [row], context)
     work = _work(db, node)
-    return NodePage(
+    return NodePage.copied_from(
+        row,
         node=_worker(view, _verified_speeds(db, now_s).get(node, 0.0)),
-        trust_reason=row.trust_reason,
-        software=row.software,
-        enrolled_at_s=row.enrolled_at_s,
-        last_seen_s=row.last_seen_s,
         work=work,
         samples=read_samples(db, limit=SAMPLES_OF_NODE, lease_ids=[item.lease_id for item in work]),
     )
@@ -125,25 +122,15 @@ def _task_terms(spec: RunSpec, task: TaskSpec, **values: Any) -> TaskTerms:
 
 
 def _now(current: Stats) -> Now:
-    return Now(
-        newest_version=current.newest_version,
-        finished=current.finished,
-        waiting_for=current.waiting_for,
-        ready_groups=current.ready_groups,
+    return Now.copied_from(
+        current,
         held_groups=current.groups.get("held", 0),
-        groups_needed=current.groups_needed,
-        open_leases=current.open_leases,
-        queued_checks=current.queued_checks,
         live_workers=sum(node.liveness == "live" and node.trust != "banned" for node in current.nodes),
         generation_tokens_per_s=round(current.generation_tokens_per_s, 1),
-        trained_groups=current.trained_groups,
-        batches=current.batches,
         dropped_groups=current.groups.get("dropped", 0),
         stale_groups=current.groups.get("stale", 0),
         unparseable=round(current.unparseable, 4),
-        bytes_published=current.bytes_published,
         trainer_disk_bytes=0 if current.latest is None else current.latest.disk_bytes,
-        tokens=current.tokens,
         train_passes=3 if current.latest is None else current.latest.train_passes,
         server_time_s=round(current.server_time_s, 1),
     )
@@ -171,7 +158,7 @@ def sentence_for(code: str | None) -> str:
 
 def _head(db: Connection) -> Head | None:
     row = db.execute(select(ledger).order_by(ledger.c.seq.desc()).limit(1)).one_or_none()
-    return None if row is None else Head(seq=row.seq, hash=row.hash, time_s=row.time_s, type=row.type)
+    return None if row is None else Head.copied_from(row)
 
 
 def _end_of(db: Connection, current: Stats) -> float:
@@ -270,9 +257,11 @@ def _workers(db: Connection, current: Stats) -> tuple[WorkerView, ...]:
 
 
 def _worker(node: NodeView, verified_tokens_per_s: float) -> WorkerView:
-    values = node.model_dump() | {"tokens_per_s": round(node.tokens_per_s, 1)}
-    return WorkerView(
-        **values, words=sentence_for(node.last_code), verified_tokens_per_s=round(verified_tokens_per_s, 1)
+    return WorkerView.copied_from(
+        node,
+        tokens_per_s=round(node.tokens_per_s, 1),
+        words=sentence_for(node.last_code),
+        verified_tokens_per_s=round(verified_tokens_per_s, 1),
     )
 
 
@@ -295,21 +284,7 @@ def _work(db: Connection, node: str) -> tuple[WorkItem, ...]:
         .limit(MAX_WORK)
     )
     return tuple(
-        WorkItem(
-            lease_id=row.lease_id,
-            purpose=row.purpose,
-            state=row.state,
-            code=row.code,
-            words=sentence_for(row.code),
-            detail=row.detail or "",
-            credit=row.credit,
-            policy_version=row.policy_version,
-            num_bytes=row.num_bytes,
-            issued_at_s=row.issued_at_s,
-            received_at_s=row.received_at_s,
-            ended_at_s=row.ended_at_s,
-            task=row.task,
-        )
+        WorkItem.copied_from(row, words=sentence_for(row.code), detail=row.detail or "")
         for row in db.execute(query)
     )
 

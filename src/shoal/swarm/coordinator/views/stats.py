@@ -156,22 +156,12 @@ class ViewContext(Protocol):
 
 
 def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float, name: str) -> NodeView:
-    return NodeView(
-        node=node.node,
-        trust=node.trust,
+    return NodeView.copied_from(
+        node,
         liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
         # An ejected node gets no more work; its last heartbeat may still claim to generate.
         phase="" if node.trust == Trust.BANNED.value else node.phase,
-        policy_version=node.policy_version,
-        tokens_per_s=node.tokens_per_s,
-        accepted=node.accepted,
-        rejected=node.rejected,
-        void=node.void,
-        credit=node.credit,
         credit_held=held,
-        owner=node.owner,
-        last_code=node.last_code,
-        last_detail=node.last_detail,
         name=name,
     )
 
@@ -266,16 +256,10 @@ def stats(db: Connection, context: ViewContext) -> Stats:
     trained = db.execute(
         select(func.count(), func.coalesce(func.sum(batch_table.c.num_groups), 0)).select_from(batch_table)
     ).one()
-    return Stats(
+    return Stats.copied_from(
+        situation,
         run=context.spec.run,
-        newest_version=situation.newest_version,
-        last_version=situation.last_version,
-        finished=situation.finished,
         waiting_for=waiting_for(situation),
-        ready_groups=situation.ready_groups,
-        groups_needed=situation.groups_needed,
-        open_leases=situation.open_leases,
-        queued_checks=situation.queued_checks,
         submissions=ended_by_code(db),
         groups=count_by_state(db),
         unparseable=share_unparseable(db, true()),

@@ -53,14 +53,10 @@ class _Bar(NamedTuple):
 
 def _span(bar: _Bar, start_s: float, end_s: float) -> Span:
     """Returns the bar with times relative to `end_s`, clipped to the timeline."""
-    return Span(
-        stage=bar.stage,
-        lane=bar.lane,
+    return Span.copied_from(
+        bar,
         start_s=round(max(bar.began_s, start_s) - end_s, 2),
         end_s=round(min(bar.ended_s, end_s) - end_s, 2),
-        version=bar.version,
-        code=bar.code,
-        purpose=bar.purpose,
     )
 
 
