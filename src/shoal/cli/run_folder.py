@@ -3,15 +3,16 @@
 No coordinator has to run, one may run, and nothing is changed.
 """
 
+import json
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from shoal.cli.commands.watch import FolderTerms, config_of, coordinator_folder, find_database
 from shoal.cli.ui.values import best_version, held_out_means
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.wire.codes import CorruptData, Rejected
@@ -22,6 +23,7 @@ from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from shoal.shardcast.archive import VersionArchive
+    from shoal.swarm.coordinator.config import CoordinatorConfig
 
 PAGE = 1000
 BEST, NEWEST = "best", "newest"
@@ -36,10 +38,52 @@ def is_run_folder(path: Path) -> bool:
     )
 
 
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Returns the tables of a run folder's run file; none if it has no such file."""
+    file = folder / "run.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def config_of(folder: Path) -> "CoordinatorConfig":
+    """Returns the section [coordinator] of the run's file. Other sections may name files of another machine."""
+    from shoal.swarm.coordinator.config import CoordinatorConfig
+
+    return CoordinatorConfig.parse(json.dumps(read_run_file(folder).get("coordinator", {})))
+
+
+def coordinator_folder(folder: Path) -> Path:
+    """Returns the coordinator's folder of a run's folder, or the folder itself if it is the coordinator's."""
+    return folder / "coordinator" if (folder / "coordinator").is_dir() else folder
+
+
+def find_database(folder: Path, name: str) -> Path:
+    for path in (folder / "coordinator" / name, folder / name):
+        if path.exists():
+            return path
+    if not folder.exists():
+        raise ValueError(
+            f"no folder {folder}; give a run's folder, such as out/NAME, or a URL: http://HOST:PORT"
+        )
+    raise ValueError(
+        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, such as out/NAME, or a URL"
+    )
+
+
+@dataclass(frozen=True)
+class FolderTerms:
+    """The parts of a coordinator that the views need (views/stats.py), read from a run's folder."""
+
+    config: "CoordinatorConfig"
+    spec: RunSpec
+    clock: Callable[[], float]
+    folder: Path
+
+
 class RunFolder:
     """A run's folder, open for reading. Use it as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, database: str = "") -> None:
+        """`database` is the URL of the run's PostgreSQL, in the place of the one that the run file names."""
         from shoal.swarm.coordinator.context import DATABASE_FILE, spec_now
         from shoal.swarm.coordinator.store.database import read_only
         from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, run
@@ -48,16 +92,17 @@ class RunFolder:
         self.config = config_of(folder)
         self._coordinator = coordinator_folder(folder)
         self._stack = ExitStack()
-        where = self.config.database or find_database(folder, DATABASE_FILE)
-        self._db = self._stack.enter_context(read_only(where))
-        layout = self._db.execute(run.select().with_only_columns(run.c.schema_version)).scalar_one_or_none()
+        where = database or self.config.database or find_database(folder, DATABASE_FILE)
+        self.db = self._stack.enter_context(read_only(where))
+        # The layout first: in another layout the other columns may be missing.
+        layout = self.db.execute(run.select().with_only_columns(run.c.schema_version)).scalar_one_or_none()
         if layout != SCHEMA_VERSION:
             self._stack.close()
             raise ValueError(
                 f"{folder} holds no run of layout {SCHEMA_VERSION}; use the release of Shoal that ran it"
             )
-        held = self._db.execute(run.select()).one()
-        self.spec = spec_now(self._db, RunSpec.parse(held.spec))
+        held = self.db.execute(run.select()).one()
+        self.spec = spec_now(self.db, RunSpec.parse(held.spec))
         self.run_key = str(held.run_key)
 
     def __enter__(self) -> Self:
@@ -73,7 +118,7 @@ class RunFolder:
         from shoal.swarm.coordinator.store.ledger_chain import read_page
 
         seq = 1
-        while page := read_page(self._db, seq, PAGE):
+        while page := read_page(self.db, seq, PAGE):
             yield from page
             seq = page[-1].seq + 1
 
@@ -91,21 +136,30 @@ class RunFolder:
         """Returns the figures that the run's coordinator would show now."""
         from shoal.swarm.coordinator.views.stats import stats
 
-        terms = FolderTerms(config=self.config, spec=self.spec, clock=time.time, folder=self._coordinator)
-        return stats(self._db, terms)
+        return stats(self.db, self._terms(time.time))
+
+    def terms_at_end(self) -> FolderTerms:
+        """Returns the terms of views that show the run as it was at its last event."""
+        from sqlalchemy import func, select
+
+        from shoal.swarm.coordinator.store.schema import ledger
+
+        last_s = float(self.db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
+        return self._terms(lambda: last_s)
+
+    def _terms(self, clock: Callable[[], float]) -> FolderTerms:
+        return FolderTerms(config=self.config, spec=self.spec, clock=clock, folder=self._coordinator)
 
     def history(self) -> History:
         """Returns every step and every held-out evaluation."""
         from shoal.swarm.coordinator.views.stats import history
 
-        return history(self._db)
+        return history(self.db)
 
     @property
     def base_model(self) -> str:
         """Returns the run file's `model`; empty if the folder has no run file."""
-        file = self.folder / "run.toml"
-        table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return str(table.get("run", {}).get("model", ""))
+        return str(read_run_file(self.folder).get("run", {}).get("model", ""))
 
     # -- submissions --------------------------------------------------------------------------------------
 
@@ -120,7 +174,7 @@ class RunFolder:
         """Returns a submission for an audit."""
         from shoal.swarm.coordinator.leases.verdicts import stored_claim
 
-        return stored_claim(self._db, lease_id)
+        return stored_claim(self.db, lease_id)
 
     def read_object(self, sha256: str) -> bytes:
         """Returns a submitted file. Raises ValueError if the folder has no such file."""

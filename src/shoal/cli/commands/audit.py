@@ -26,6 +26,7 @@ from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.run_folder import RunFolder
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import is_url
 from shoal.net.http_client import Refused, SignedClient, fetch_files
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import ReplayedLedger, replay, seed_of
@@ -93,11 +94,6 @@ def verify(options: argparse.Namespace, stop: threading.Event) -> int:
         f"{len(shown.nodes)} nodes shown by the coordinator agree"
     )
     return EXIT_OK
-
-
-def is_url(run: str) -> bool:
-    """Returns whether the argument RUN is a coordinator's URL; otherwise it is a run's folder."""
-    return run.startswith(("http://", "https://"))
 
 
 def _ledger_of_url(url: str, stop: threading.Event) -> ShownLedger:

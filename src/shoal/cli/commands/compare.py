@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.commands.watch import make_report, open_folder
+from shoal.cli.commands.watch import make_report
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands, url_or_folder
+from shoal.cli.ui.values import Commands, is_url, url_or_folder
 
 if TYPE_CHECKING:
     from shoal.wire.messages import Evaluation
@@ -71,13 +71,14 @@ def read_run(run: str) -> "Snapshot":
     from shoal.cli.public_api import PublicApi
     from shoal.wire.page_data import Snapshot
 
-    if run.startswith(("http://", "https://")):
+    if is_url(run):
         with PublicApi(run) as api:
             return api.read("/v1/page", Snapshot)
+    from shoal.cli.run_folder import RunFolder
     from shoal.swarm.coordinator.views.page_snapshot import take_snapshot
 
-    with open_folder(Path(run)) as (db, terms):
-        return take_snapshot(db, terms)
+    with RunFolder(Path(run)) as folder:
+        return take_snapshot(folder.db, folder.terms_at_end())
 
 
 def distinct(names: Sequence[str], runs: Sequence[str]) -> list[str]:

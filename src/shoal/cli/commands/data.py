@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.commands.audit import fetch_ledger, is_url, read_events
+from shoal.cli.commands.audit import fetch_ledger, read_events
 from shoal.cli.commands.sample_answers import (
     DrawSettings,
     PosedProblem,
@@ -42,7 +42,7 @@ from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS
+from shoal.cli.ui.values import MAX_NEW_TOKENS, is_url
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import Stopped
 from shoal.tasks import Finite, Outcome, Task

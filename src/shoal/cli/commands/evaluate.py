@@ -29,7 +29,7 @@ from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, pass_at, wilson
+from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, is_url, pass_at, wilson
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
@@ -210,7 +210,7 @@ def _source(
             spec = run.local_spec().task if options.task is None else task_spec(options)
             yield Path(into), spec, ModelSource(version, run.spec.sampling.of(spec))
         return
-    if not options.model.startswith(("http://", "https://")):
+    if not is_url(options.model):
         if options.task is None:
             raise ValueError(
                 f"--task is missing: {options.model} is neither a run's folder nor a URL, whose task would be taken; `shoal tasks` lists "

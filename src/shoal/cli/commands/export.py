@@ -17,7 +17,7 @@ from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import held_out_means
+from shoal.cli.ui.values import held_out_means, is_url
 from shoal.net.waiting import Stopped
 from shoal.telemetry import printable
 from shoal.wire.ledger import LedgerHead
@@ -100,7 +100,7 @@ def _write_export(source: Path, out: Path, facts: RunFacts) -> None:
 @contextlib.contextmanager
 def _open_version(options: argparse.Namespace, stop: threading.Event) -> Iterator[tuple[Path, RunFacts]]:
     """Yields a temporary folder with the version that --version names, and what its card says."""
-    if options.run.startswith(("http://", "https://")):
+    if is_url(options.run):
         with tempfile.TemporaryDirectory(prefix=".export-") as into:
             yield _fetch(options, Path(into), stop)
     else:
@@ -315,7 +315,7 @@ def _chat_folder(options: argparse.Namespace) -> Iterator[Path]:
     from shoal.cli.commands.sample_answers import model_folder
 
     path = Path(options.model)
-    if options.model.startswith(("http://", "https://")):
+    if is_url(options.model):
         raise ValueError(
             f"{options.model} is a URL; fetch a version first: shoal export {options.model} --version newest --out FOLDER"
         )

@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.commands.watch import open_folder, read_rollouts_at
+from shoal.cli.commands.watch import read_rollouts_at
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands, at_least_one, count, url_or_folder
+from shoal.cli.ui.values import Commands, at_least_one, count, is_url, url_or_folder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import printable
 
@@ -118,14 +118,15 @@ def explain_no_match(read: Read, query: "RolloutQuery") -> str:
 def open_reader(run: str, database: str = "") -> Iterator[Read]:
     """Yields a function that reads a page of groups from a run's folder or from its coordinator."""
     from shoal.cli.public_api import PublicApi
+    from shoal.cli.run_folder import RunFolder
     from shoal.swarm.coordinator.leases.transcripts import read_rollouts
 
-    if run.startswith(("http://", "https://")):
+    if is_url(run):
         with PublicApi(run) as api:
             yield lambda query: read_rollouts_at(api, query)
     else:
-        with open_folder(Path(run), database) as (db, _):
-            yield lambda query: read_rollouts(db, query)
+        with RunFolder(Path(run), database) as folder:
+            yield lambda query: read_rollouts(folder.db, query)
 
 
 def find_groups(

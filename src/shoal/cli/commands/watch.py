@@ -6,27 +6,22 @@ import hashlib
 import json
 import threading
 import time
-import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
-from shoal.cli.ui.values import Commands, url, url_or_folder
+from shoal.cli.ui.values import Commands, is_url, url, url_or_folder
 from shoal.net.waiting import DeadlinePassed, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from sqlalchemy import Connection
 
     from shoal.cli.public_api import PublicApi
-    from shoal.swarm.coordinator.config import CoordinatorConfig
     from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
     from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
-    from shoal.wire.run_spec import RunSpec
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -131,8 +126,11 @@ def add_report(commands: Commands) -> None:
 
 
 def report(options: argparse.Namespace, stop: threading.Event) -> int:
-    is_url = options.run.startswith(("http://", "https://"))
-    data = read_url(options.run, stop) if is_url else read_folder(Path(options.run), options.database)
+    data = (
+        read_url(options.run, stop)
+        if is_url(options.run)
+        else read_folder(Path(options.run), options.database)
+    )
     text = make_report(data)
     _write(options.out, text)
     print(
@@ -143,9 +141,9 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def write_report(folder: Path, out: Path) -> Path | None:
     """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
-    from shoal.swarm.coordinator.context import DATABASE_FILE
+    from shoal.cli.run_folder import is_run_folder
 
-    if not config_of(folder).database and not (folder / "coordinator" / DATABASE_FILE).exists():
+    if not is_run_folder(folder):
         return None
     _write(out, make_report(read_folder(folder)))
     return out
@@ -179,57 +177,17 @@ def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
     return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
 
 
-@dataclass(frozen=True)
-class FolderTerms:
-    """The parts of a coordinator that `take_snapshot` needs, read from a run's folder."""
-
-    config: "CoordinatorConfig"
-    spec: "RunSpec"
-    clock: Callable[[], float]
-    folder: Path
-
-
-@contextmanager
-def open_folder(folder: Path, database: str = "") -> "Iterator[tuple[Connection, FolderTerms]]":
-    """Opens a run's tables read-only, as they were at its last event. The run may still be running."""
-    from sqlalchemy import func, select
-
-    from shoal.swarm.coordinator.context import DATABASE_FILE
-    from shoal.swarm.coordinator.store.database import read_only
-    from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, ledger, run
-    from shoal.wire.run_spec import RunSpec
-
-    config = config_of(folder)
-    where = database or config.database or find_database(folder, DATABASE_FILE)
-    with read_only(where) as db:
-        # The layout first: in another layout the other columns may be missing.
-        layout = db.execute(select(run.c.schema_version)).scalar_one_or_none()
-        held = db.execute(select(run)).one() if layout == SCHEMA_VERSION else None
-        if held is None:
-            raise ValueError(
-                f"{folder} holds no run of layout {SCHEMA_VERSION}; read it with the version of shoal that ran it"
-            )
-        last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
-        yield (
-            db,
-            FolderTerms(
-                config=config,
-                spec=RunSpec.parse(held.spec),
-                clock=lambda: last_s,
-                folder=coordinator_folder(folder),
-            ),
-        )
-
-
 def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
-    """Returns the data of a report from a run's tables."""
+    """Returns the data of a report from a run's tables, as they were at its last event. The run may still be running."""
+    from shoal.cli.run_folder import RunFolder
     from shoal.swarm.coordinator.leases.transcripts import read_rollouts
     from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
 
-    with open_folder(folder, database) as (db, terms):
-        snapshot = take_snapshot(db, terms)
-        pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
-        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(db, query))
+    with RunFolder(folder, database) as run:
+        terms = run.terms_at_end()
+        snapshot = take_snapshot(run.db, terms)
+        pages = [node_page(run.db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
+        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(run.db, query))
     return to_data(snapshot, pages, rollouts)
 
 
@@ -249,33 +207,6 @@ def choose_rollouts(
             page = read(RolloutQuery(held_out=held_out, version=version, limit=REPORT_GROUPS))
             found += page.groups[:REPORT_GROUPS]
     return list({group.group_id: group for group in found}.values())
-
-
-def config_of(folder: Path) -> "CoordinatorConfig":
-    """Returns the section [coordinator] of the run's file. Other sections may name files of another machine."""
-    from shoal.swarm.coordinator.config import CoordinatorConfig
-
-    file = folder / "run.toml"
-    table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return CoordinatorConfig.parse(json.dumps(table.get("coordinator", {})))
-
-
-def coordinator_folder(folder: Path) -> Path:
-    """Returns the coordinator's folder of a run's folder, or the folder itself if it is the coordinator's."""
-    return folder / "coordinator" if (folder / "coordinator").is_dir() else folder
-
-
-def find_database(folder: Path, name: str) -> Path:
-    for path in (folder / "coordinator" / name, folder / name):
-        if path.exists():
-            return path
-    if not folder.exists():
-        raise ValueError(
-            f"no folder {folder}; give a run's folder, such as out/NAME, or a URL: http://HOST:PORT"
-        )
-    raise ValueError(
-        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, such as out/NAME, or a URL"
-    )
 
 
 def to_data(snapshot: "Snapshot", pages: "list[NodePage]", rollouts: "list[RolloutGroup]") -> dict[str, Any]:

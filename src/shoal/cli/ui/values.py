@@ -52,13 +52,18 @@ def url(text: str) -> str:
 
 def url_or_folder(text: str) -> str:
     """Returns a coordinator's URL, or the path of a run's folder, which is looked at when it is read."""
-    if text.startswith(("http://", "https://")):
+    if is_url(text):
         return url(text)
     if not os.path.exists(text) and re.fullmatch(r"(\w*:/*)?[\w.-]+:\d{1,5}(/.*)?", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no folder here; if it is a URL, write it as http://{text.rpartition('/')[2]}"
         )
     return text
+
+
+def is_url(run: str) -> bool:
+    """Returns whether an argument RUN or MODEL is a coordinator's URL; otherwise it is a folder."""
+    return run.startswith(("http://", "https://"))
 
 
 def port_number(text: str) -> int:
