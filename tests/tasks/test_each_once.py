@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shoal.tasks import make_task
-from shoal.tasks.each_once import EachOnce, choose_problems
 from shoal.tasks.registry import keep_task_files
+from shoal.tasks.wrapped_tasks import EachOnce, choose_problems
 from shoal.wire.run_spec import TaskSpec
 from shoal.wire.seeded_draw import problem_seeds
 

@@ -24,8 +24,25 @@ from shoal.tasks.task import (
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+class DrawnTask:
+    """What the generated tasks share. Each adds `_draw`, which returns the question by which problems are split, and the problem."""
+
+    __slots__ = ()
+    style: str
+
+    @property
+    def chat(self) -> bool:
+        return self.style == "chat"
+
+    def problem(self, split: Split, seed: int) -> Problem:
+        return draw_problem(split, seed, self._draw)
+
+    def _draw(self, rng: Random) -> tuple[str, Problem]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Add:
+class Add(DrawnTask):
     """Asks for the sum of two numbers below 10**digits. The last number in the reply is the answer.
 
     Style "chat" asks in words, as a user's turn. The others are plain text: "bare" asks `47+38=`; "shots" shows two worked
@@ -39,13 +56,6 @@ class Add:
     def __post_init__(self) -> None:
         check_whole("add: digits", self.digits, least=1, most=9)
         check_style("add", self.style, ("bare", "chat", "shots"))
-
-    @property
-    def chat(self) -> bool:
-        return self.style == "chat"
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return draw_problem(split, seed, self._draw)
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
@@ -64,7 +74,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sort:
+class Sort(DrawnTask):
     """Asks to sort digits: `5291=` asks for `1259`. Small enough for a model of random weights.
 
     A wrong answer of the right length earns `partial` times its share of correct positions. Style "chat" asks `Sort the digits
@@ -80,13 +90,6 @@ class Sort:
         if not 0 <= self.partial < 1:
             raise ValueError(f"sort: partial={self.partial} must be at least 0 and below 1")
         check_style("sort", self.style, ("bare", "chat"))
-
-    @property
-    def chat(self) -> bool:
-        return self.style == "chat"
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return draw_problem(split, seed, self._draw)
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         digits = "".join(str(rng.randrange(10)) for _ in range(self.length))
@@ -113,7 +116,7 @@ class Sort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
+class Largest(DrawnTask):
     """Asks for the largest of `count` different numbers below `below`. The last number in the reply is the answer.
 
     There is nothing to compute, so it shows whether a model learns to select. Style "chat" asks `Which is the largest of 12, 907, 455 and 31?`, "bare" asks `12,907,455,31>`.
@@ -128,13 +131,6 @@ class Largest:
         # With fewer numbers, problems would repeat, and all or none of them could be held out.
         check_whole("largest: below", self.below, least=4 * self.count, most=10**9)
         check_style("largest", self.style, ("bare", "chat"))
-
-    @property
-    def chat(self) -> bool:
-        return self.style == "chat"
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return draw_problem(split, seed, self._draw)
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         numbers: list[int] = []
@@ -156,7 +152,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class Count(DrawnTask):
     """Asks how often a letter occurs in `length` letters drawn from the first `alphabet`. The last number is the answer.
 
     A tokenizer hides the letters from a model. Style "chat" asks `How many times does the letter "b" occur in "abcab"?`, "bare" asks `abcab b=`. A small alphabet gives
@@ -175,13 +171,6 @@ class Count:
             raise ValueError(
                 f"count: length={self.length} of alphabet={self.alphabet} makes fewer than 32 words; raise either"
             )
-
-    @property
-    def chat(self) -> bool:
-        return self.style == "chat"
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return draw_problem(split, seed, self._draw)
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         word = "".join(_LETTERS[rng.randrange(self.alphabet)] for _ in range(self.length))

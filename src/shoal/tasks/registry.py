@@ -20,10 +20,9 @@ from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.datasets.question_answer import QuestionAnswer
 from shoal.tasks.datasets.row_index import copy_index
-from shoal.tasks.each_once import EachOnce
-from shoal.tasks.length_budget import with_budgets
 from shoal.tasks.procedural import Add, Count, Largest, Sort
 from shoal.tasks.task import Task
+from shoal.tasks.wrapped_tasks import EachOnce, with_budgets
 from shoal.telemetry import Log
 from shoal.wire.run_spec import TaskSpec
 

@@ -6,7 +6,7 @@ OUT.progress.jsonl   a line for each finished problem: the same command continue
                      band needs no new answers
 OUT.report.json      the settings, the histogram, the counts
 
-Over a swarm: --run-file writes the run file of a run that does not train. It evaluates the model on every problem once (tasks/each_once.py), with
+Over a swarm: --run-file writes the run file of a run that does not train. It evaluates the model on every problem once (tasks/wrapped_tasks.py), with
 all checks of any run. --coordinator reads the rewards of that run from its ledger. The coordinator stores the progress.
 """
 
@@ -48,7 +48,7 @@ from shoal.net.waiting import Stopped
 from shoal.tasks import Finite, Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet, listed_row
 from shoal.tasks.datasets.file_options import digest_of, is_file_option
-from shoal.tasks.each_once import choose_problems
+from shoal.tasks.wrapped_tasks import choose_problems
 from shoal.tasks.registry import pin_task
 from shoal.tasks.task import RIGHT
 from shoal.tasks.task_errors import pose_problem

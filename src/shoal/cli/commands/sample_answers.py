@@ -25,9 +25,9 @@ from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Reward, Split, Ta
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.datasets.judged_answers import JudgedAnswers
-from shoal.tasks.each_once import choose_problems
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.task_errors import conversation_before, grade_answer, pose_problem, pose_twice
+from shoal.tasks.wrapped_tasks import choose_problems
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 

@@ -14,9 +14,9 @@ from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Problem, Task, make_task
 from shoal.tasks.datasets.data_set import DataSet
 from shoal.tasks.datasets.hub_files import with_hub_files
-from shoal.tasks.length_budget import Budgeted
 from shoal.tasks.task import Finite, Split
 from shoal.tasks.task_errors import conversation_before, pose_problem, try_task
+from shoal.tasks.wrapped_tasks import Budgeted
 from shoal.wire.run_spec import TaskSpec
 
 MEASURED_PROMPTS = 32

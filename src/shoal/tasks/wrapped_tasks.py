@@ -1,16 +1,72 @@
-"""The task `each`: poses every problem of another task's training part once, as the evaluation of a run that does not train.
+"""Tasks that are made of another task: with length budgets, and with every problem once.
 
+Budgeted adds a length budget: the prompt asks for a number of tokens, and the reward falls with the distance from it.
+
+    r = r_task - alpha * |target - length|
+
+Targets come from a set, as in the INTELLECT-2 report (2,000 to 10,000 tokens, alpha 0.0003). Shorter targets need a larger
+alpha: alpha times the longest target should be about r_task.
+
+EachOnce, the task `each`, poses every problem of another task's training part once, as the evaluation of a run that does not train.
 `shoal data filter` writes such runs, to measure how often a model solves each problem. The seeds of held-out problems follow from the
 run's name and the number of their chunk (wire/seeded_draw.py), so this task knows all of them before the run and gives each a number.
 """
 
+import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shoal.tasks.task import Finite, Problem, Reward, Split, Task, check_whole
 from shoal.wire.seeded_draw import problem_seeds
+
+REQUEST = " Think for {} tokens before giving a response."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgeted:
+    """A task with a target length drawn for each problem."""
+
+    task: Task
+    targets: tuple[int, ...]
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not self.task.chat:
+            raise ValueError(
+                "budgets need a task that asks in words; set the task's style to chat, or remove the budgets"
+            )
+
+    @property
+    def chat(self) -> bool:
+        return True
+
+    def problem(self, split: Split, seed: int) -> Problem:
+        problem = self.task.problem(split, seed)
+        drawn = hashlib.sha256(f"budget/{seed}".encode()).digest()
+        target = self.targets[int.from_bytes(drawn[:8], "big") % len(self.targets)]
+        return replace(problem, prompt=problem.prompt + REQUEST.format(target), budget=target)
+
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        reward = self.task.reward(problem, text, num_tokens)
+        assert problem.budget is not None, "the problem has no budget: it comes from another task"
+        return replace(reward, value=reward.value - self.alpha * abs(problem.budget - num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiniteBudgeted(Budgeted):
+    """A budgeted task with a known number of problems."""
+
+    def size(self, split: Split) -> int:
+        assert isinstance(self.task, Finite)
+        return self.task.size(split)
+
+
+def with_budgets(task: Task, targets: tuple[int, ...], alpha: float) -> Task:
+    """Returns the task with length budgets."""
+    kind = FiniteBudgeted if isinstance(task, Finite) else Budgeted
+    return kind(task=task, targets=targets, alpha=alpha)
 
 
 @dataclass(frozen=True, kw_only=True)
