@@ -19,13 +19,18 @@ from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import ProblemDetails, Upload
-from shoal.wire.record import Record
+from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Target, sign_request
+from shoal.wire.ticket import TICKET_S, Ticket, to_header
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 TIMEOUT = httpx2.Timeout(30.0, connect=5.0)
+TICKET_RENEW_S = TICKET_S / 2
+"""A new ticket is requested this long before the old one expires; until then the old one is used."""
+TICKET_PAUSE_S = 5.0
+"""Pause after a failed request for a ticket."""
 
 _RETRYABLE = ("request.too_early", "request.paused", "request.too_many", "request.no_space", "request.failed")
 
@@ -306,3 +311,31 @@ def _check_success(what: str, response: httpx2.Response) -> httpx2.Response:
             f"without a known problem: {response.text[:200]!r}"
         ) from None
     raise Refused(what, problem)
+
+
+class Tickets:
+    """Tickets that a member of a run shows to private relays. Call it for the Authorization header. Thread-safe."""
+
+    def __init__(
+        self, client: SignedClient, *, log: Log, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client, self._log, self._clock = client, log, clock
+        self._lock = threading.Lock()
+        self._header = ""
+        self._ask_at_s = float("-inf")
+
+    def __call__(self) -> str:
+        """Returns the header, renewed if it is due; "" without a ticket, which is enough for public relays."""
+        with self._lock:
+            if self._clock() >= self._ask_at_s and not self._client.stop.is_set():
+                self._renew()
+            return self._header
+
+    def _renew(self) -> None:
+        try:
+            sealed = self._client.call("POST", "/v1/tickets", None, Sealed[Ticket])
+        except (Unreachable, Refused) as reason:
+            self._log.warning(f"cannot renew the ticket for relays, will retry: {reason}")
+            self._ask_at_s = self._clock() + TICKET_PAUSE_S
+            return
+        self._header, self._ask_at_s = to_header(sealed), self._clock() + TICKET_S - TICKET_RENEW_S

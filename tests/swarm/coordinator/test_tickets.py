@@ -9,8 +9,8 @@ from small_swarm import Node, SmallSwarm, refusal
 from sqlalchemy import update
 
 from shoal import shardcast
+from shoal.net.http_client import TICKET_PAUSE_S, Tickets
 from shoal.net.http_server import listen
-from shoal.net.ticket_client import PAUSE_S, Tickets
 from shoal.net.waiting import DeadlinePassed
 from shoal.swarm.coordinator.store.schema import nodes
 from shoal.telemetry import Log
@@ -65,7 +65,7 @@ def test_a_ticket_is_cached_until_half_of_its_time_and_longer_if_no_new_one_can_
     ban(swarm, node)
     now_s[0] += TICKET_S
     assert tickets() == second  # no other ticket is available; relays may still accept this one
-    now_s[0] += PAUSE_S - 1
+    now_s[0] += TICKET_PAUSE_S - 1
     node.client.stop.set()
     now_s[0] += TICKET_S
     assert tickets() == second

@@ -31,8 +31,7 @@ from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, is_url, pass_at, wilson
 from shoal.files import write_bytes_atomically
-from shoal.net.http_client import SignedClient
-from shoal.net.ticket_client import Tickets
+from shoal.net.http_client import SignedClient, Tickets
 from shoal.tasks import Outcome
 from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log, printable

@@ -13,8 +13,7 @@ from enum import Enum
 from typing import TypeVar
 
 import shoal
-from shoal.net.http_client import FailureReceiver, Refused, SignedClient, Unreachable
-from shoal.net.ticket_client import Tickets
+from shoal.net.http_client import FailureReceiver, Refused, SignedClient, Tickets, Unreachable
 from shoal.net.waiting import DeadlinePassed, NotYet, wait_for
 from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder
 from shoal.telemetry import Log

@@ -25,7 +25,7 @@ that failed often would keep a probability near zero after it has recovered."""
 ProgressReceiver = Callable[[int, int, int], None]
 """Is called with a version, the bytes of it that are here, and all its bytes."""
 TicketSource = Callable[[], str]
-"""Returns the Authorization header for relays, or "" (shoal.net.ticket_client)."""
+"""Returns the Authorization header for relays, or "" (shoal.net.http_client)."""
 
 
 @dataclass

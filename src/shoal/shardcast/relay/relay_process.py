@@ -11,10 +11,9 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Tickets, Unreachable
 from shoal.net.http_server import allow_open_files, authority, listen
 from shoal.net.rate_limit import ServerLimits
-from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import NotYet
 from shoal.shardcast.relay.mirror import Mirror, UpstreamUrl
 from shoal.shardcast.relay.relay_app import RelayServer

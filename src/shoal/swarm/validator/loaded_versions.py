@@ -15,8 +15,7 @@ from shoal.files import is_out_of_memory
 from shoal.model.load_model import free_bytes
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.net.ticket_client import Tickets
+from shoal.net.http_client import Refused, SignedClient, Tickets, Unreachable
 from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, Model
