@@ -442,18 +442,25 @@ def fetch_newer(
 # -- the client's folder --------------------------------------------------------------------------------
 
 
+def _read_manifest(folder: Path) -> Manifest | None:
+    """Returns the manifest of a version's folder; None if there is none that can be read."""
+    try:
+        sealed = read_manifest(folder)
+    except Rejected:
+        return None
+    return None if sealed is None else sealed.body
+
+
 def _find_local_files(into: Path) -> LocalFiles:
     files: defaultdict[tuple[str, str], tuple[Path, ...]] = defaultdict(tuple)
     versions = []
     for folder in version_folders(into).values():
-        try:
-            sealed = read_manifest(folder)
-        except Rejected:
+        if (manifest := _read_manifest(folder)) is None:
             continue
-        for entry in sealed.body.files if sealed is not None else ():
+        for entry in manifest.files:
             if (folder / entry.name).is_file():
                 files[entry.name, entry.blake3] += (folder / entry.name,)
-                versions.append(sealed.body.version if sealed is not None else 0)
+                versions.append(manifest.version)
     return LocalFiles(files=files, oldest_version=min(versions, default=None))
 
 
@@ -470,22 +477,16 @@ def _rehash_all(into: Path, log: Log) -> None:
 
 
 def _has_right_digests(folder: Path) -> bool:
-    try:
-        sealed = read_manifest(folder)
-    except Rejected:
-        return False
-    return sealed is not None and all(has_digest(folder / entry.name, entry) for entry in sealed.body.files)
+    manifest = _read_manifest(folder)
+    return manifest is not None and all(has_digest(folder / entry.name, entry) for entry in manifest.files)
 
 
 def _is_complete(folder: Path, manifest: Manifest) -> bool:
     """Returns whether an earlier call fetched the same files. The folder got its name only after every check."""
-    try:
-        found = read_manifest(folder)
-    except Rejected:
-        return False
+    found = _read_manifest(folder)
     return (
         found is not None
-        and found.body.yields_the_same(manifest)
+        and found.yields_the_same(manifest)
         and all(
             (folder / entry.name).is_file() and (folder / entry.name).stat().st_size == entry.num_bytes
             for entry in manifest.files
