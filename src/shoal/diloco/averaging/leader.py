@@ -19,6 +19,7 @@ from shoal.diloco.averaging.peer_messages import (
     VoteReply,
     VoteRequest,
 )
+from shoal.diloco.transport.stream import Stream
 
 PING_EVERY_S = 0.5
 """Seconds between two checks that the missing peers are alive."""
@@ -210,6 +211,22 @@ class Leader:
         finally:
             if self._waiting.get(request.peer, (None, None))[1] is reply:
                 self._waiting.pop(request.peer)
+
+    async def answer(self, request: ReadyRequest, stream: Stream) -> None:
+        """Waits for the group and sends the decision. A peer that disconnects meanwhile loses its place in the group."""
+        waiting = asyncio.create_task(self.ready(request))
+        closed = asyncio.create_task(stream.wait_closed_by_peer(request.wait_s + 5))
+        try:
+            await asyncio.wait({waiting, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                self._membership.suspect(request.peer, time.monotonic())
+                return
+        finally:
+            for task in (waiting, closed):
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(waiting, closed, return_exceptions=True)
+        await stream.send(waiting.result().canonical())
 
     async def vote(self, request: VoteRequest) -> VoteReply:
         """Counts a vote and waits for the result, at most `request.wait_s`."""

@@ -475,26 +475,10 @@ class PeerAverager:
                 self._membership.remove(request.peer)
                 await stream.send(self._card().canonical())
             case ReadyRequest():
-                await self._reply_ready(request, stream)
+                await self._leader.answer(request, stream)
             case VoteRequest():
                 await stream.send((await self._leader.vote(request)).canonical())
             case PartRequest():
                 await self._reducer.handle(request, stream)
             case StateRequest():
                 await self._served.send(stream)
-
-    async def _reply_ready(self, request: ReadyRequest, stream: Stream) -> None:
-        """Waits for the group and sends the decision. A peer that disconnects meanwhile loses its place in the group."""
-        waiting = asyncio.create_task(self._leader.ready(request))
-        closed = asyncio.create_task(stream.wait_closed_by_peer(request.wait_s + 5))
-        try:
-            await asyncio.wait({waiting, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                self._membership.suspect(request.peer, time.monotonic())
-                return
-        finally:
-            for task in (waiting, closed):
-                if not task.done():
-                    task.cancel()
-            await asyncio.gather(waiting, closed, return_exceptions=True)
-        await stream.send(waiting.result().canonical())
