@@ -128,7 +128,7 @@ def get_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch:
     if batch is None:
         raise Rejected(
             "request.too_early",
-            stats.waiting_sentence(tx.db, coordinator),
+            stats.waiting_for(stats.read_situation(tx.db, coordinator)),
             retry_after_s=coordinator.config.retry_s,
         )
     return batch

@@ -381,7 +381,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
     config, spec = coordinator.config, coordinator.spec
     lease_id, seed = origin.lease_id, origin.seed
     if work.purpose == "train":
-        leased = coordinator.trained[_trained_index(coordinator, seed)]
+        leased = coordinator.trained[choose_task(seed, [one.spec.weight for one in coordinator.trained])]
         sampling = spec.sampling.of(leased.spec)
         attempts = origin.attempts or _choose_attempts(tx, coordinator, leased, origin)
     else:
@@ -426,10 +426,6 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         issued_at_s=tx.now_s,
         deadline_s=tx.now_s + origin.lease_s,
     )
-
-
-def _trained_index(coordinator: Coordinator, seed: str) -> int:
-    return choose_task(seed, [one.spec.weight for one in coordinator.trained])
 
 
 def _choose_attempts(

@@ -29,7 +29,11 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
             )
         # A trainer that was restarted may serve the same weights from another address.
         if found.origin_url != told.origin_url:
-            _move_origin(tx, manifest.version, told.origin_url)
+            tx.write(
+                update(policies)
+                .where(policies.c.version == manifest.version)
+                .values(origin_url=told.origin_url)
+            )
         if told.rederived is not None and told.rederived.differing_words:
             tx.record("policy.rederived", version=manifest.version, **told.rederived.model_dump())
         return Recorded(seq=found.seq)
@@ -130,7 +134,3 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
     if evaluations.plan_evaluation(tx, coordinator, manifest.version):
         lifecycle.finish_run(tx, coordinator)
     return seq
-
-
-def _move_origin(tx: Transaction, version: int, url: str) -> None:
-    tx.write(update(policies).where(policies.c.version == version).values(origin_url=url))

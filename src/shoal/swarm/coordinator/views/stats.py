@@ -369,11 +369,6 @@ def read_reports(db: Connection, after_version: int = 0) -> list[StepReport]:
     return [StepReport.parse(report) for report in db.execute(query).scalars()]
 
 
-def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
-    """Returns what the run is waiting for, as a sentence."""
-    return waiting_for(read_situation(db, coordinator))
-
-
 def read_situation(db: Connection, context: ViewContext) -> Situation:
     """Reads the counts that decide what the run is waiting for."""
     now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
