@@ -38,6 +38,7 @@ from shoal.cli.commands.sample_answers import (
     task_spec,
 )
 from shoal.cli.public_api import PublicApi
+from shoal.cli.run.overrides import to_toml
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder
@@ -48,10 +49,10 @@ from shoal.net.waiting import Stopped
 from shoal.tasks import Finite, Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet, listed_row
 from shoal.tasks.datasets.file_options import digest_of, is_file_option
-from shoal.tasks.wrapped_tasks import choose_problems
 from shoal.tasks.registry import pin_task
 from shoal.tasks.task import RIGHT
 from shoal.tasks.task_errors import pose_problem
+from shoal.tasks.wrapped_tasks import choose_problems
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.ledger import LedgerEvent, LedgerHead
 from shoal.wire.messages import Info
@@ -195,22 +196,22 @@ def write_run_file(options: argparse.Namespace, spec: TaskSpec) -> int:
 # shoal data filter --task {spec.name}{given} --coordinator RUN --out KEPT.jsonl
 
 [run]
-name = {json.dumps(name)}
-model = {json.dumps(options.model)}
-compute_dtype = {json.dumps(options.dtype)}
+name = {to_toml(name)}
+model = {to_toml(options.model)}
+compute_dtype = {to_toml(options.dtype)}
 last_version = 0
 
 [task]
-name = {json.dumps(spec.name)}
-options = {_toml_table(spec.options)}
+name = {to_toml(spec.name)}
+options = {to_toml(spec.options)}
 
 [[eval]]
-label = {json.dumps(LABEL)}
+label = {to_toml(LABEL)}
 prompts = {count}
 samples = {draw.samples}
 [eval.task]
 name = "each"
-options = {_toml_table(each)}
+options = {to_toml(each)}
 
 [sampling]
 temperature = {draw.temperature}
@@ -229,10 +230,6 @@ prompts_per_lease = {PROMPTS_PER_LEASE}
         f"{options.run_file}: {count} problems, {draw.samples} answers each; start it with shoal run {options.run_file}"
     )
     return EXIT_OK
-
-
-def _toml_table(options: Mapping[str, bool | int | float | str]) -> str:
-    return "{ " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()) + " }"
 
 
 def _filter_by_run(options: argparse.Namespace, spec: TaskSpec, task: Task, stop: threading.Event) -> int:

@@ -71,35 +71,10 @@ def add_diloco(commands: Commands) -> None:
 
 
 def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
-    parser.add_argument(
-        "--join",
-        action="append",
-        default=[],
-        metavar="ADDRESS",
-        help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough",
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
-    )
-    parser.add_argument(
-        "--announce",
-        action="append",
-        default=[],
-        help="the address that others should use, if it is a different one",
-    )
-    parser.add_argument(
-        "--direct-port",
-        type=port_number,
-        default=0,
-        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
-    )
-    parser.add_argument(
-        "--outbound-only", action="store_true", help="listen nowhere; only make outgoing connections"
+    add_peer_addresses(
+        parser,
+        port=port,
+        join="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough",
     )
     parser.add_argument(
         "--relay", action="store_true", help="behind NAT: let other peers forward connections"
@@ -110,26 +85,12 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a trainer that is one of several sites: the addresses that the other sites use."""
     group = parser.add_argument_group("with [trainer.diloco]")
-    group.add_argument(
-        "--peer-join",
-        action="append",
-        default=[],
-        metavar="ADDRESS",
-        help="address of another site or of a rendezvous (shoal diloco swarm); the first site needs none",
+    add_peer_addresses(
+        group,
+        port=0,
+        prefix="peer-",
+        join="address of another site or of a rendezvous (shoal diloco swarm); the first site needs none",
     )
-    group.add_argument(
-        "--peer-host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
-    )
-    group.add_argument("--peer-port", type=port_number, default=0, help="0 takes any free port (default: 0)")
-    group.add_argument(
-        "--peer-direct-port",
-        type=port_number,
-        default=0,
-        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
-    )
-    group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
     group.add_argument(
         "--peer-admit",
         action="append",
@@ -137,27 +98,56 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="id of a site that may take part (shoal diloco id), this one included; give all; default: any",
     )
-    group.add_argument(
-        "--outbound-only",
-        action="store_true",
-        help="listen nowhere for other sites; only make outgoing connections",
+
+
+def add_peer_addresses(
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup", *, port: int, join: str, prefix: str = ""
+) -> None:
+    """Adds the options that `peer_address` reads; `join` is the help of --join."""
+    parser.add_argument(f"--{prefix}join", action="append", default=[], metavar="ADDRESS", help=join)
+    parser.add_argument(
+        f"--{prefix}host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        f"--{prefix}port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
+    )
+    parser.add_argument(
+        f"--{prefix}announce",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="the address that others should use, if it is a different one",
+    )
+    parser.add_argument(
+        f"--{prefix}direct-port",
+        type=port_number,
+        default=0,
+        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
+    )
+    parser.add_argument(
+        "--outbound-only", action="store_true", help="listen nowhere; only make outgoing connections"
+    )
+
+
+def peer_address(options: argparse.Namespace, prefix: str = "") -> "PeerAddress":
+    """Returns the address that the options of `add_peer_addresses` describe."""
+    from shoal.diloco.transport.hivemind_mesh import PeerAddress
+
+    given = {name: getattr(options, f"{prefix}{name}") for name in ("host", "port", "direct_port")}
+    return PeerAddress(
+        **given,
+        join=tuple(getattr(options, f"{prefix}join")),
+        announce=tuple(getattr(options, f"{prefix}announce")),
+        reachable=not options.outbound_only,
+        identity=options.dir / "peer.key",
     )
 
 
 def _address(options: argparse.Namespace) -> "PeerAddress":
-    from shoal.diloco.transport.hivemind_mesh import PeerAddress
-
     _check_addresses("--join", options.join)
-    return PeerAddress(
-        join=tuple(options.join),
-        host=options.host,
-        port=options.port,
-        direct_port=options.direct_port,
-        announce=tuple(options.announce),
-        reachable=not options.outbound_only,
-        relay=options.relay,
-        identity=options.dir / "peer.key",
-    )
+    return replace(peer_address(options), relay=options.relay)
 
 
 def check_peer_join(addresses: Sequence[str], config: "DilocoConfig | None") -> None:

@@ -89,7 +89,9 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         options.url, options.dir, info, stats, engine=options.engine, allow_ports=tuple(options.allow_port)
     )
     print(consent(info, key.public, options.url, options.dir, rules.protections(), uses))
-    if not options.yes and not _ask_consent(stop):
+    if not options.yes and not _ask_yes_no(
+        "Join? [y/N] ", stop, flag="read the summary above and join with --yes"
+    ):
         print("Nothing was sent.")
         return EXIT_FAILED
     _check_stop(stop)
@@ -223,10 +225,6 @@ What joining means
   credit    verified output tokens x {info.credit_factor:g}, final after {info.hold_s / 3600:g} h; a refused submission earns nothing,
             two refused ones end it. The weights and the ledger are public to everybody in the run.
 """
-
-
-def _ask_consent(stop: threading.Event) -> bool:
-    return _ask_yes_no("Join? [y/N] ", stop, flag="read the summary above and join with --yes")
 
 
 def _ask_yes_no(question: str, stop: threading.Event, *, flag: str) -> bool:

@@ -7,11 +7,12 @@ import argparse
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.commands.diloco import add_peer_options, check_peer_join
+from shoal.cli.commands.diloco import add_peer_options, check_peer_join, peer_address
 from shoal.cli.run.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from shoal.cli.ui.values import (
     Commands,
@@ -256,7 +257,6 @@ def _credentials(environ: Mapping[str, str]) -> "Credentials | None":
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.run.calibration import calibrate_version
     from shoal.cli.run.runfile import load_run_file
-    from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.io.publisher import OriginAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.wire.keys import Key
@@ -290,16 +290,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
         shard_bytes=file.shardcast.shard_bytes,
         snapshot_every=file.shardcast.snapshot_every,
-        peer=PeerAddress(
-            join=tuple(options.peer_join),
-            host=options.peer_host,
-            port=options.peer_port,
-            direct_port=options.peer_direct_port,
-            announce=tuple(options.peer_announce),
-            admit=tuple(options.peer_admit),
-            reachable=not options.outbound_only,
-            identity=options.dir / "peer.key",
-        ),
+        peer=replace(peer_address(options, "peer_"), admit=tuple(options.peer_admit)),
         measure_noise=measure_noise,
         rank=int(os.environ.get("RANK", "0")),  # torchrun sets RANK and WORLD_SIZE
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),

@@ -212,7 +212,7 @@ class RunFile(Record):
             sampling=self.sampling,
             proof=self.proof,
             tolerances=self._tolerances(),
-            noise=self._noise(),
+            noise=None if self.run.calibration is None else _read_noise(Path(self.run.calibration)),
             recalibrate_at=self.run.recalibrate_at,
             admitted_weights=self.admitted_weights,
             max_lag=self.run.max_lag,
@@ -220,9 +220,6 @@ class RunFile(Record):
             last_version=self.run.last_version,
             needs=self.needs,
         )
-
-    def _noise(self) -> Noise | None:
-        return None if self.run.calibration is None else _read_noise(Path(self.run.calibration))
 
     def _tolerances(self) -> Tolerances:
         named = {} if self.tolerances is None else self.tolerances.model_dump(exclude_unset=True)

@@ -14,14 +14,9 @@ HELD_OUT_COLOURS = ("#1f4e79", "#b5651d", "#2e7d4f", "#7b4397", "#a83232")
 
 def plot_rewards(history: History, path: Path, title: str) -> bool:
     """Writes training and held-out reward by version; returns False if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if (drawing := _new_figure()) is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure, axes = drawing
     axes.plot(
         [step.version for step in history.steps],
         [step.reward_mean for step in history.steps],
@@ -71,14 +66,9 @@ def plot_losses(metrics: Path, path: Path, title: str) -> bool:
             rounds[event["step"]] = event["validation"]
     if not steps and not rounds:
         return False
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if (drawing := _new_figure()) is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure, axes = drawing
     for points, look in (
         (steps, {"color": "#9bb7d4", "label": "training"}),
         (rounds, {"color": "#1f4e79", "label": "validation", "marker": "o", "markersize": 3}),
@@ -91,6 +81,18 @@ def plot_losses(metrics: Path, path: Path, title: str) -> bool:
     axes.legend()
     _save(figure, path)
     return True
+
+
+def _new_figure() -> tuple[Any, Any] | None:
+    """Returns a figure and its axes; None if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(8, 4.5), dpi=120)
 
 
 def _save(figure: Any, path: Path) -> None:
