@@ -22,7 +22,7 @@ from shoal.model.transformers_model import (
 from shoal.model.weights import WEIGHTS_FILE, find_weight_files, load_weights, stored_names
 
 MOST_TABLE_BYTES = 2 << 30
-"""What tables that are not weights, such as rotations of all positions, may take beyond the bytes of the weights."""
+"""Most bytes of tables that are not weights, such as the rotations of all positions."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

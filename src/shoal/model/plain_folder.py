@@ -18,7 +18,7 @@ from shoal.model.tokenizer import CHAR_FILE, TOKENIZER_FILE, CharTokenizer
 NEWEST = "newest"
 PLAIN = "plain"
 KEPT = 2
-"""Plain folders that stay: somebody may still be reading the one before the newest."""
+"""Number of plain folders that are kept, because a reader may still use the one before the newest."""
 _LEFT_OUT = ("manifest.json", "model.safetensors.index.json")
 
 

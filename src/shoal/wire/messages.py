@@ -132,7 +132,8 @@ class AskLease(Record):
 
     epoch: Count
     holds: Annotated[tuple[LeaseId, ...], Field(max_length=256)] | None = None
-    """Leases that the node has. An open one that is missing here is given again: its answer was lost. None: not said."""
+    """Leases that the node knows. An open lease that is not among them is sent again, because its answer was lost. None: the node
+    does not report its leases."""
 
 
 class AskUpload(Record):

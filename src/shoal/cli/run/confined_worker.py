@@ -110,7 +110,7 @@ def run_confined(
     log = None if on_poll is None else _open_log(options.dir / LOG_FILE)
     process = subprocess.Popen(
         [*rules.wrapper(), sys.executable, "-m", "shoal", *worker_arguments(options)],
-        # A pipe: when this process ends, the worker reads its end and stops, also where no signal tells it.
+        # A pipe: when this process ends, the worker reads the end of the file and stops, even if no signal reaches it.
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,

@@ -154,7 +154,7 @@ def _logits_bytes(shape: Shape, tokens: int, width: int, *, on_cpu: bool) -> int
     if not on_cpu:
         return 2 * width * num_logits
     if tokens * shape.vocab_size <= FEW_LOGITS:
-        return 28 * num_logits  # kept for the backward pass with all that is computed from them
+        return 28 * num_logits  # the backward pass needs the logits and everything computed from them
     return (16 + width) * num_logits
 
 

@@ -63,7 +63,7 @@ GUESTS_S = 20.0
 TRAINER_END_S = 5.0
 """Most seconds that a finished run waits for its trainer to end by itself."""
 OWN_STAKE = 1000
-"""Leases that the stake of one of the run's own workers covers."""
+"""Number of leases that each of the run's own workers can hold with its stake."""
 POLL_S = 0.5
 ANSWER_S = 2.0
 """Timeout of a request. Short, so that Ctrl-C does not wait for a coordinator that hangs."""

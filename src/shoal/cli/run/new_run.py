@@ -267,7 +267,7 @@ worker_threads = {plan.threads}
 
 
 def _row_tokens(plan: Plan) -> int:
-    """Returns a row length for the longest prompt, measured with the model's tokenizer where it is here."""
+    """Returns a row length for the longest prompt, measured with the model's tokenizer if it is on this machine."""
     # The instruction that a style adds has up to 100 characters; a token has at least two in most languages.
     tokens = plan.longest_prompt + (2 if plan.model == "tiny" else 100)
     if plan.model != "tiny":

@@ -369,7 +369,7 @@ class SiteCheckpoints:
     def save(self, step: int, content: dict[str, Any]) -> Path:
         """Writes a checkpoint, removes old ones and returns its path. Raises DiskFull."""
         complete = self._folder / "complete.tmp"
-        for unfinished in self._folder.glob(".complete.tmp.*.partial"):  # of a process that was killed
+        for unfinished in self._folder.glob(".complete.tmp.*.partial"):  # left by a process that was killed
             unfinished.unlink(missing_ok=True)
         with (
             explain_full_disk(self._folder),

@@ -263,7 +263,7 @@ class OtherTemperature(Behaviour):
 
 
 class OtherSeeds(Behaviour):
-    """Samples honestly but with other seeds, which would allow to send only the best of many draws."""
+    """Samples honestly but with other seeds. A liar could draw many answers this way and send only the best."""
 
     def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]

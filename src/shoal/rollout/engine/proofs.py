@@ -27,7 +27,7 @@ PROVE_ROWS = 64
 """Finished rows wait until this many can be proven together. On a CPU a call costs 2 ms and each row 0.1 ms; on a
 device a call is about 30 launches for any number of rows."""
 MAX_JOBS = 16
-"""Jobs under way at once. If proving is slower than decoding, decoding waits for it instead of filling the memory."""
+"""Most proof jobs that run at once. If proving is slower than decoding, decoding waits for it instead of filling the memory."""
 FOLD_STEPS = 8
 """Steps between two calls of `Prover.fold`. Rows hold this many states more than a segment has."""
 

@@ -96,8 +96,8 @@ class JudgeModel:
         if added := self._control_tokens(tokens) - self._control_tokens(
             self._encode(task.ask_judge(answer.problem, ""))
         ):
-            # It would end the user's turn, and what follows would look like the judge's own words. The tokens are compared, not the
-            # texts: a tokenizer may normalize other characters, such as fullwidth ones, to those of a special token.
+            # A special token would end the user's turn, and the text after it would look like the judge's own words. The tokens are
+            # compared, not the texts: a tokenizer may normalize other characters, such as fullwidth ones, to those of a special token.
             return f"(not judged: the answer contains the judge's special token {next(iter(added))!r})"
         longest = self._model.shape.max_positions - task.judge_tokens
         if len(tokens) > longest:

@@ -202,7 +202,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Returns the arguments of a call: a list, also if it is written as a text, or else one argument."""
+    """Returns the arguments of a call. A list, or a text that contains a list, has all arguments; any other value is the only argument."""
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "("):
         with contextlib.suppress(ValueError):
             return _as_list(read_value(given, "input"))

@@ -183,7 +183,9 @@ class RowReader:
         if isinstance(value, float):
             if not math.isfinite(value):
                 raise ValueError(f"the answer in {self.answer!r} is {value!r}, expected a number")
-            value = f"{Decimal(repr(value)).normalize():f}"  # a column with an empty cell makes 12 a 12.0
+            value = (
+                f"{Decimal(repr(value)).normalize():f}"  # in a column with an empty cell, 12 is read as 12.0
+            )
         text = str(value).strip()
         if not text:
             raise ValueError(f"the answer in {self.answer!r} is empty")

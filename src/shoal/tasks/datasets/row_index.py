@@ -253,7 +253,7 @@ class _IndexBuilder:
                         # Otherwise the problems of the whole file would wait in memory.
                         next(one for _, one in self._checks if not one.done()).result()
             numbers = self._numbers()
-            # In this thread: a small file needs no other thread with a child process for mathematics of its own.
+            # Checked in this thread: another thread would start its own child process for mathematics, too slow for a small file.
             last = self._format.find_bad(self._take()) if numbers else {}
             self._bad |= {numbers[place]: reason for place, reason in last.items()}
             for several, found in self._checks:

@@ -114,7 +114,7 @@ class HostedTask:
             try:
                 asked = _exchange(self._child, {"ask": drawn})
             except ChildError as error:
-                # Not skipped: another machine may be faster and not skip it.
+                # The seed is not skipped: a faster machine would not skip it, and would pose another problem.
                 raise ValueError(
                     f"{self._name}: no problem for seed {drawn}: {error}; use smaller problems or another environment"
                 ) from None

@@ -53,7 +53,8 @@ _TOKEN = re.compile(r"[0-9a-f]{64}")
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
 """Receives the body of an upload: token, declared length, and where the body comes from."""
 Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
-"""Slow work before a transaction, given the key and the path parameter. Returns a write for a transaction of its own, or None."""
+"""Does slow work before the transaction of a request, given the key and the path parameter. Returns a function that writes its result in
+a separate transaction, or None."""
 
 
 STORE_QUESTIONS = 10.0

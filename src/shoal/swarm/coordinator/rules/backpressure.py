@@ -50,9 +50,9 @@ class KeptPlace(NamedTuple):
     """The place of a refused node."""
 
     due_s: float
-    """Before this time it is early."""
+    """A request before this time is refused as too early."""
     back_by_s: float
-    """After this time its place is lost."""
+    """The node loses its place if it has not come back by this time."""
     accepted: int
 
 

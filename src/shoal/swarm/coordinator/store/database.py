@@ -89,7 +89,7 @@ class Database:
         self._engine = _make_engine(self.url)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self.driver_error: type[Exception] = self._engine.dialect.loaded_dbapi.Error
-        """What compiled statements raise, since they bypass SQLAlchemy."""
+        """The driver's error class. Compiled statements raise it, because they bypass SQLAlchemy."""
         self._writing = self._engine.execution_options(shoal_writes=True)
         # The database would serialise writers by polling; a lock wakes the next writer at once.
         self._lock = threading.Lock()
