@@ -188,12 +188,9 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
         "evaluation.completed",
         version=version,
         task=task,
-        reward_mean=result.reward_mean,
-        rollouts=result.rollouts,
-        samples=result.samples,
-        pass_at_1=result.pass_at_1,
-        pass_at_k=result.pass_at_k,
-        majority=result.majority,
+        **result.model_dump(
+            include={"reward_mean", "rollouts", "samples", "pass_at_1", "pass_at_k", "majority"}
+        ),
     )
     return bool(version == coordinator.spec.last_version and _all_complete(tx.db, version))
 

@@ -186,9 +186,9 @@ def _lease_again(
     account: LeaseAccount,
     holds: tuple[str, ...] | None,
 ) -> Row[Any] | None:
-    """Returns the lease of `held` that is given again; None if the node may get a new one.
+    """Returns the lease of `held` that is sent again; None if the node may get a new one.
 
-    One that belongs to an earlier session or that the node does not know is given again, and the first if the node has as many
+    One that belongs to an earlier session or that the node does not know is sent again, and the first if the node has as many
     as it may hold. So a node that crashed, or that never got the answer, continues where it was; the lease would otherwise expire,
     which counts against the node.
     """
@@ -281,41 +281,35 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
+    public = {  # in the table and in the ledger
+        "lease_id": lease.lease_id,
+        "node": lease.node,
+        "purpose": lease.purpose,
+        "epoch": lease.epoch,
+        "chunk": lease.chunk,
+        "deadline_s": lease.deadline_s,
+        "unit": lease.unit or lease.lease_id,
+        "task": lease.task.title,
+        "num_prompts": len(lease.prompts),
+        "samples_per_prompt": lease.sampling.samples_per_prompt,
+    }
     tx.insert(
         LEASES,
-        lease_id=lease.lease_id,
-        node=lease.node,
+        **public,
         network=tx.network,
-        unit=lease.unit or lease.lease_id,
-        purpose=lease.purpose,
-        task=lease.task.title,
-        epoch=lease.epoch,
         session_epoch=node.session_epoch,
         eval_version=work.versions[0] if work.purpose == "eval" else None,
-        chunk=lease.chunk,
-        num_prompts=len(lease.prompts),
-        samples_per_prompt=lease.sampling.samples_per_prompt,
         max_bytes=lease.max_bytes,
         sealed=sealed.model_dump_json(),
         issued_at_s=lease.issued_at_s,
-        deadline_s=lease.deadline_s,
         state=LeaseState.ISSUED.value,
         credit=0,
     )
     tx.record(
         "lease.issued",
-        lease_id=lease.lease_id,
-        node=lease.node,
-        purpose=lease.purpose,
-        epoch=lease.epoch,
-        unit=lease.unit or lease.lease_id,
-        chunk=lease.chunk,
+        **public,
         versions=[policy.version for policy in lease.policies],
-        deadline_s=lease.deadline_s,
         lease_digest=hashlib.sha256(text).hexdigest(),
-        task=lease.task.title,
-        num_prompts=len(lease.prompts),
-        samples_per_prompt=lease.sampling.samples_per_prompt,
         **_recorded_problems(coordinator, lease),
     )
     return sealed
@@ -332,7 +326,8 @@ def _recorded_problems(coordinator: Coordinator, lease: Lease) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedOrigin:
-    """Where the seed of a lease comes from: a new one, or that of a lease of the same node that it let go or that became void."""
+    """Where the seed of a lease comes from: it is new, or it is the seed of an earlier lease that the same node gave back or that became
+    void."""
 
     lease_id: str
     unit: str | None
@@ -342,7 +337,7 @@ class SeedOrigin:
     lease_s: float
     """Seconds from the issue to the deadline."""
     attempts: tuple[int, ...] = ()
-    """Those of the lease that is repeated. Choosing again would give a node that lets leases go other problems."""
+    """The attempts of the lease that is repeated. If they were chosen again, a node could get other problems by giving leases back."""
 
 
 def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
