@@ -98,7 +98,7 @@ class RowIndex:
         cls, path: Path, format: IndexedFormat, *, known_bad: frozenset[int] | None = None
     ) -> "RowIndex":
         """Returns the index of a file. With `known_bad` these rows are unusable, and gold answers are not checked."""
-        key = f"{INDEX_VERSION}/{format.name}/{format.key}/{digest_of(path)}/{_grader_version()}"
+        key = _cache_key(path, format)
         for base in _cache_bases(path, key):
             found = _read_cache(base, path, key)
             if found is not None and (known_bad is None or known_bad == found.bad.keys()):
@@ -117,27 +117,28 @@ class RowIndex:
 
 def copy_index(source: Path, copy: Path, format: IndexedFormat) -> None:
     """Gives a copy of a data file the cached index of its source, if there is one."""
-    key = f"{INDEX_VERSION}/{format.name}/{format.key}/{digest_of(source)}/{_grader_version()}"
+    key = _cache_key(source, format)
     for base in _cache_bases(source, key):
         if _read_cache(base, source, key) is None:
             continue
         for suffix in (".rows", ".index"):
             old, new = base.with_name(base.name + suffix), copy.with_name(copy.name + suffix)
             if old.exists() and not new.exists():
-                with old.open("rb") as file, write_atomically(new) as target:
-                    while piece := file.read(1 << 20):
-                        target.write(piece)
+                with old.open("rb") as file:
+                    _copy_file(file, new)
         return
 
 
-def _grader_version() -> str:
-    try:
-        return version("math-verify")
-    except PackageNotFoundError:
-        return "none"
-
-
 # -- cache ------------------------------------------------------------------------------------------------
+
+
+def _cache_key(path: Path, format: IndexedFormat) -> str:
+    """Returns everything that the index of a file depends on."""
+    try:
+        grader = version("math-verify")
+    except PackageNotFoundError:
+        grader = "none"
+    return f"{INDEX_VERSION}/{format.name}/{format.key}/{digest_of(path)}/{grader}"
 
 
 def _cache_bases(path: Path, key: str) -> list[Path]:
