@@ -18,7 +18,6 @@ from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import held_out_means, is_url
-from shoal.net.waiting import Stopped
 from shoal.telemetry import printable
 from shoal.wire.ledger import LedgerHead
 from shoal.wire.messages import History
@@ -288,7 +287,7 @@ class Conversation:
         return reply
 
     def _generate(self, tokens: tuple[int, ...], stop: threading.Event) -> tuple[int, ...]:
-        from shoal.rollout.engine.api import GenerationRequest
+        from shoal.rollout.engine.api import GenerationRequest, generate
 
         source = hashlib.sha256(f"chat/{self._source}".encode()).hexdigest()
         self._drawn += 1
@@ -300,11 +299,8 @@ class Conversation:
             max_new_tokens=self._options.max_new_tokens,
             temperature=self._options.temperature,
         )
-        self._engine.submit([request])
-        while self._engine.has_work:
-            if stop.is_set():
-                raise Stopped("stopped while generating")
-            for row in self._engine.step():
+        for rows in generate(self._engine, [request], stop):
+            for row in rows:
                 return row.output_tokens
         raise AssertionError("the engine ended without an answer")
 

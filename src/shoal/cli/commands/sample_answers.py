@@ -20,7 +20,6 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.model.stop_strings import text_before_stop
 from shoal.model.tokenizer import ChatSetting
-from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Reward, Split, Task, make_task
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.hub_files import with_hub_files
@@ -170,13 +169,12 @@ def answer(
     advance: Callable[[int], None],
 ) -> Iterator[tuple[PosedProblem, tuple[GradedAnswer, ...]]]:
     """Yields each problem with its answers as soon as all are generated. Raises Stopped if `stop` is set."""
+    from shoal.rollout.engine.api import generate
+
     by_place = {one.place: one for one in posed}
-    engine.submit([request for one in posed for request in _requests(engine, task, one, draw, spec)])
+    requests = [request for one in posed for request in _requests(engine, task, one, draw, spec)]
     open_groups: dict[int, list[GradedAnswer | None]] = defaultdict(lambda: [None] * draw.samples)
-    while engine.has_work:
-        if stop.is_set():
-            raise Stopped("stopped while generating")
-        rows = engine.step()
+    for rows in generate(engine, requests, stop):
         problems = [by_place[row.request.prompt_index].problem for row in rows]
         graded = _graded(engine, task, problems, rows, spec)
         for row, answer in zip(rows, graded, strict=True):

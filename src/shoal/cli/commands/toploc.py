@@ -20,8 +20,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.files import write_bytes_atomically
 from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.waiting import Stopped
-from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
+from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest, generate
 from shoal.rollout.engine.selection import AutoEngine, compute_class
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.prefill import LoadedPolicy
@@ -195,13 +194,9 @@ TERMS = CalibrationTerms(_SEED, Sampling(), ProofSpec())
 def _generate(
     engine: Engine, requests: Sequence[GenerationRequest], made_by: ComputeClass, stop: threading.Event
 ) -> RolloutTable:
-    engine.submit(requests)
+    finished: list[FinishedRow] = []
     with progress("rows generated", len(requests)) as advance:
-        finished: list[FinishedRow] = []
-        while engine.has_work:
-            if stop.is_set():
-                raise Stopped(f"stopped after {len(finished)} of {len(requests)} rows")
-            new = engine.step()
+        for new in generate(engine, requests, stop):
             finished += new
             advance(len(new))
     rows = sorted(

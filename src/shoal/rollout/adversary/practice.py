@@ -10,12 +10,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import (
     Behaviour,
     Engine,
     FinishedRow,
     GenerationRequest,
+    generate,
     make_requests,
     make_table,
 )
@@ -70,12 +70,9 @@ def generate_tables(
         for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
             requests.append(replace(request, prompt_index=len(places)))
             places.append((number, request.prompt_index))
-    engine.submit(requests)
     finished: list[list[FinishedRow]] = [[] for _ in leases]
-    while engine.has_work:
-        if stop is not None and stop.is_set():
-            raise Stopped("stopped while generating")
-        for row in engine.step():
+    for step in generate(engine, requests, stop):
+        for row in step:
             number, prompt_index = places[row.request.prompt_index]
             finished[number].append(replace(row, request=replace(row.request, prompt_index=prompt_index)))
     tables = []

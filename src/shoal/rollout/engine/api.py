@@ -1,19 +1,21 @@
 """What a worker asks of an engine: requests in, finished rows with log-probs and proofs out.
 
 make_requests, make_table   from a lease to requests, and from finished rows to the table that is submitted
-Engine                      the interface that TorchEngine, TransformersEngine and VllmEngine have
+Engine, generate            the interface that TorchEngine, TransformersEngine and VllmEngine have, and a loop over its steps
 Behaviour                   hooks between lease, engine and submission; adversary/ overrides them
 
 No torch here. selection.make_engine chooses between the engines.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from shoal.model.stop_strings import stopped_after
 from shoal.model.tokenizer import Tokenizer, encode_leased_prompts
+from shoal.net.waiting import Stopped
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.seeded_draw import sample_seed
@@ -119,6 +121,17 @@ class Engine(Protocol):
 
         A row may be returned some steps after its last token, but not later than when nothing else is left to do.
         """
+
+
+def generate(
+    engine: Engine, requests: Sequence[GenerationRequest], stop: threading.Event | None
+) -> Iterator[list[FinishedRow]]:
+    """Yields the rows that each step finished, until all are finished. Raises Stopped if `stop` is set."""
+    engine.submit(requests)
+    while engine.has_work:
+        if stop is not None and stop.is_set():
+            raise Stopped("stopped while generating")
+        yield engine.step()
 
 
 class Behaviour:
