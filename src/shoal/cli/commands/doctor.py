@@ -50,6 +50,18 @@ class HealthCheck:
     remedy: str = ""
 
 
+def good(name: str, words: str) -> HealthCheck:
+    return HealthCheck(name, "good", words)
+
+
+def weak(name: str, words: str, remedy: str) -> HealthCheck:
+    return HealthCheck(name, "weak", words, remedy)
+
+
+def bad(name: str, words: str, remedy: str) -> HealthCheck:
+    return HealthCheck(name, "bad", words, remedy)
+
+
 def examine(url: str | None, dir: Path) -> list[HealthCheck]:
     """Returns the results of all checks, of the machine first, then of the run at `url`, if there is one."""
     findings = [_python(), _device(), _memory(), _folder(dir, make=url is not None), _sandbox()]
@@ -62,7 +74,7 @@ def examine(url: str | None, dir: Path) -> list[HealthCheck]:
             words = split_remedy(str(error))[0]
             return [
                 *findings,
-                HealthCheck("coordinator", "bad", words, "check the URL, the proxy and the firewall"),
+                bad("coordinator", words, "check the URL, the proxy and the firewall"),
             ]
         findings.append(_protocol(info))
         if info.finished:
@@ -73,24 +85,19 @@ def examine(url: str | None, dir: Path) -> list[HealthCheck]:
 
 
 def _python() -> HealthCheck:
-    return HealthCheck(
-        "python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    )
+    return good("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _device() -> HealthCheck:
     try:
         import torch
     except ModuleNotFoundError:
-        return HealthCheck("device", "bad", "torch is not installed", "pip install 'shoal-rl[torch]'")
+        return bad("device", "torch is not installed", "pip install 'shoal-rl[torch]'")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
-        return HealthCheck(
-            "device", "good", f"{torch.cuda.get_device_name(0)}, {memory / 2**30:.0f} GiB: use --device cuda"
-        )
-    return HealthCheck(
+        return good("device", f"{torch.cuda.get_device_name(0)}, {memory / 2**30:.0f} GiB: use --device cuda")
+    return weak(
         "device",
-        "weak",
         f"no CUDA device; {os.cpu_count()} CPU cores",
         "good enough for small models; leases are sized accordingly",
     )
@@ -100,8 +107,8 @@ def _memory() -> HealthCheck:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = f"{memory / 2**30:.1f} GiB"
     if memory < MIN_MEMORY:
-        return HealthCheck("memory", "bad", words, "at least 1 GiB is needed")
-    return HealthCheck("memory", "good", words)
+        return bad("memory", words, "at least 1 GiB is needed")
+    return good("memory", words)
 
 
 def _folder(dir: Path, *, make: bool) -> HealthCheck:
@@ -115,8 +122,8 @@ def _folder(dir: Path, *, make: bool) -> HealthCheck:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        return HealthCheck("folder", "bad", f"{dir}: {error.strerror}", "choose another --dir")
-    return HealthCheck("folder", "good", f"{dir}, {shutil.disk_usage(dir).free / 1e9:.1f} GB free")
+        return bad("folder", f"{dir}: {error.strerror}", "choose another --dir")
+    return good("folder", f"{dir}, {shutil.disk_usage(dir).free / 1e9:.1f} GB free")
 
 
 def _sandbox() -> HealthCheck:
@@ -128,42 +135,34 @@ def _sandbox() -> HealthCheck:
         level = best_level()
     except CannotGrade as error:
         words, _, remedy = str(error).partition("; ")
-        return HealthCheck("sandbox", "weak", f"{words} (concerns validators only)", remedy)
-    return HealthCheck("sandbox", "good", f"programs would run at level {level} (validators only)")
+        return weak("sandbox", f"{words} (concerns validators only)", remedy)
+    return good("sandbox", f"programs would run at level {level} (validators only)")
 
 
 def _protocol(info: Info) -> HealthCheck:
     words = f"run {info.spec.run!r}, {info.software}, protocol {info.protocol}"
     if info.protocol != PROTOCOL:
-        return HealthCheck(
-            "coordinator", "bad", words, f"this is protocol {PROTOCOL}: install the version the run uses"
-        )
+        return bad("coordinator", words, f"this is protocol {PROTOCOL}: install the version the run uses")
     if info.finished:
-        return HealthCheck(
-            "coordinator", "bad", f"{words}: the run is finished", "it needs no more work; join another run"
-        )
+        return bad("coordinator", f"{words}: the run is finished", "it needs no more work; join another run")
     own = f"shoal {__version__}"
     if is_older(own, info.min_software):
-        return HealthCheck(
+        return weak(
             "coordinator",
-            "weak",
             f"{words}; it needs {info.min_software}, and this is {own}",
             "update it, or it will get no work: pip install --upgrade 'shoal-rl[torch]'",
         )
-    return HealthCheck("coordinator", "good", words)
+    return good("coordinator", words)
 
 
 def _clock(info: Info) -> HealthCheck:
     offset_s = info.server_time_s - time.time()
     words = f"{abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator"
     if abs(offset_s) > SKEW_S:
-        return HealthCheck(
-            "clock",
-            "bad",
-            words,
-            "set the clock: signed requests are refused if it is more than five minutes off",
+        return bad(
+            "clock", words, "set the clock: signed requests are refused if it is more than five minutes off"
         )
-    return HealthCheck("clock", "good", words)
+    return good("clock", words)
 
 
 def _admission(info: Info) -> HealthCheck:
@@ -193,23 +192,21 @@ def _confinement(url: str, dir: Path, info: Info, stats: Stats) -> list[HealthCh
 
 def _weights(api: PublicApi, info: Info, stats: Stats, dir: Path) -> list[HealthCheck]:
     if info.newest_version is None:
-        return [
-            HealthCheck("weights", "weak", "the trainer has not published version 0 yet", "try again later")
-        ]
+        return [weak("weights", "the trainer has not published version 0 yet", "try again later")]
     try:
         manifest = Sealed[Manifest].parse(api.get("/v1/policies/latest")).open(info.run_key)
     except (Unreachable, Rejected) as error:
-        return [HealthCheck("weights", "bad", f"no manifest: {error}", "ask the operator")]
+        return [bad("weights", f"no manifest: {error}", "ask the operator")]
     needed, free = manifest.num_bytes * (info.spec.max_lag + 2), shutil.disk_usage(dir).free
     words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {byte_size(needed)} for all versions that are kept"
-    disk = HealthCheck("disk", "good", words)
+    disk = good("disk", words)
     if free < needed:
-        disk = HealthCheck(
-            "disk", "bad", f"{words}; {byte_size(free)} free", "free some disk space, or choose another --dir"
+        disk = bad(
+            "disk", f"{words}; {byte_size(free)} free", "free some disk space, or choose another --dir"
         )
     live = [relay for relay in stats.relays if relay.liveness != "offline"]
     if not live:
-        return [disk, HealthCheck("relays", "bad", "no relay is live", "ask the operator")]
+        return [disk, bad("relays", "no relay is live", "ask the operator")]
     return [disk, *(_relay(relay.url, manifest) for relay in live)]
 
 
@@ -217,9 +214,7 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
     """Measures a relay with the newest version's largest file: a delta for most versions, whose whole file no relay has."""
     sent = manifest.payloads
     if not sent:
-        return HealthCheck(
-            "relay", "good", f"{url}: version {manifest.version} has no file to measure it with"
-        )
+        return good("relay", f"{url}: version {manifest.version} has no file to measure it with")
     largest = max(sent, key=lambda entry: entry.num_bytes)
     path = f"{url}/versions/{manifest.version}/{largest.name}"
     size = min(SAMPLE_BYTES, largest.num_bytes)
@@ -227,23 +222,19 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
     try:
         answer = httpx2.get(path, headers={"Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S)
     except httpx2.HTTPError as error:
-        return HealthCheck(
+        return bad(
             "relay",
-            "bad",
             f"{url}: {type(error).__name__}: {error}",
             "check the firewall; workers only make outgoing connections",
         )
     took_s = max(1e-3, time.monotonic() - began_s)
     if answer.status_code == 401:
-        return HealthCheck(
-            "relay",
-            "good",
-            f"{url}: serves members only, so it was not measured; a worker that joins gets a ticket",
+        return good(
+            "relay", f"{url}: serves members only, so it was not measured; a worker that joins gets a ticket"
         )
     if not answer.is_success:
-        return HealthCheck(
+        return weak(
             "relay",
-            "weak",
             f"{url}: HTTP {answer.status_code}",
             "it may still be mirroring; other relays serve meanwhile",
         )
@@ -252,7 +243,7 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
     speed = (
         f"{got / 1e3:.0f} kB in {took_s:.2f} s" if got < 1 << 20 else f"{got * 8 / took_s / 1e6:.0f} Mbit/s"
     )
-    return HealthCheck("relay", "good", f"{url}: {speed}")
+    return good("relay", f"{url}: {speed}")
 
 
 MARKS = {"good": "ok  ", "weak": "weak", "bad": "BAD "}
