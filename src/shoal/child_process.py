@@ -81,7 +81,7 @@ class ChildLimits:
     """Limits of one request."""
 
     memory_bytes: int
-    """On top of what the child holds when it starts to serve."""
+    """Most memory that requests may take beyond what the child holds when it starts to serve."""
     cpu_s: int
     """Seconds of processor time; the kernel ends the child with SIGXCPU."""
 

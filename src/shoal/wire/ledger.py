@@ -110,14 +110,14 @@ class TokenCounts(Record):
 
     generated: int
     held_out: int
-    """Of these, answers to held-out problems."""
+    """Those of the generated tokens that answer held-out problems."""
     checked: int
-    """Of the generated ones, those that a validator computed again."""
+    """Those of the generated tokens that a validator computed again."""
     trained: int
     dropped: int
-    """In groups without signal."""
+    """Tokens in groups without signal."""
     unused: int
-    """In groups that went stale, were withdrawn, or wait."""
+    """Tokens in groups that went stale, were withdrawn, or wait."""
 
 
 class Rederived(Record):

@@ -32,7 +32,7 @@ SCRIPTS = ("charts.js", "rollouts.js", "page.js")
 REPORT_VERSIONS = 7
 """Versions whose rollouts go into a report, from the first to the last."""
 REPORT_GROUPS = 2
-"""Groups of each of them."""
+"""Groups of each of these versions."""
 MAX_NODES = 100
 """Most nodes whose own pages go into a report."""
 

@@ -100,7 +100,7 @@ class Site:
         self.progress = SiteProgress(last_step=file.run.steps)
         self.on_progress: Callable[[SiteProgress], None] = lambda progress: None
         self.metrics = None if averager is None else Metrics(folder / "metrics.jsonl")
-        """On rank 0 only."""
+        """None on every rank but 0."""
         self.model_folder = folder / "model"
         """Where the trained model is written at the end of the run."""
         self._source = model_folder(file.run.model, folder / "models", file.run.seed)

@@ -71,7 +71,7 @@ class DraftModel:
         self._size: CacheSize | None = None
         self._step: Step | None = None
         self._rows: dict[int, _SlotRow] = {}
-        """By number of the row, which is the `prompt_index` of its request in this scheduler."""
+        """The rows by their number, which is the `prompt_index` of its request in this scheduler."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Returns a draft for each row, and removes all rows that are not among these."""

@@ -81,7 +81,7 @@ class _EndedRows(NamedTuple):
     tokens_RN: Tensor
     logprobs_RN: Tensor
     states_RAH: Tensor
-    """On the device. Tokens and log-probs are on the host once `copied` has happened."""
+    """The states stay on the device. Tokens and log-probs are on the host once `copied` has happened."""
     copied: torch.cuda.Event | None
 
 
@@ -107,7 +107,7 @@ class Prover:
         self._failure: ProvingFailure | None = None
         self._folds: deque[Future[list[bytes]]] = deque()
         self._parts: dict[int, list[_Part]] = {}
-        """By number of a running row."""
+        """The parts of each running row, by the number of the row."""
 
     @property
     def has_work(self) -> bool:

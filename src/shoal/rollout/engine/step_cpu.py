@@ -70,7 +70,7 @@ class CpuStep:
         self._threads = threads
         self._run_layers = scripted_layers()  # in this thread: TorchScript's compiler is not thread-safe
         self._prompts: dict[int, _PromptKV] = {}
-        """By place."""
+        """Keys and values of the stored prompts, by their place."""
         self._shares: list[_RowShare] = []
         """Rows of each thread; empty after rows were added or removed."""
 

@@ -79,7 +79,7 @@ class VllmEngine:
         }
         self._loaded: RunningVllm | None = None
         self._folder = Path()
-        """Of the loaded version."""
+        """The folder of the loaded version."""
         self._running: dict[str, GenerationRequest] = {}
         self._ended: list[Any] = []
         """vLLM's outputs of rows that have ended and whose proofs are not fetched yet."""

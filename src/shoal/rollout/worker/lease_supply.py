@@ -71,7 +71,7 @@ class LeaseSupply:
         """Set when a taken lease has ended, so that the node may hold another."""
         self._taking_since_s: float | None = None
         self._search_s = math.inf
-        """How long a search takes, by the last ones."""
+        """Estimate of how long a search takes, from the last searches."""
         self._no_submission_since_s: float | None = None
         """When the first lease after the last submission was received."""
 

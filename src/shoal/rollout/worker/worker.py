@@ -191,7 +191,7 @@ class Worker:
         self._lease: Lease | None = None
         """The lease that is being worked on; given back at shutdown."""
         self._seconds_per_row = 0.0
-        """Of the last lease."""
+        """Mean time for a row of the last lease."""
         self._has_left = False
         self._heartbeat.start()
 
@@ -220,7 +220,7 @@ class Worker:
             )
         end_s = time.monotonic() + SHUTDOWN_S
         giving_back = BackgroundTask("give back", self._give_back)
-        # After leaving, the coordinator takes nothing back.
+        # After the node has left the run, the coordinator refuses to take leases back.
         reason = None if self._has_left else "the worker ends"
         self._supply.stop(end_s - time.monotonic(), give_back=reason)
         self._uploader.close(max(0.0, end_s - time.monotonic()))

@@ -192,7 +192,7 @@ class RecomputedRow(NamedTuple):
     states_TH: Tensor
     """The states that predict the output tokens; all but the first have a proof."""
     columns_6T: Floats
-    """Of each output token: log-prob, both ends of its interval of the cumulative distribution, entropy, variance of -log p,
+    """For each output token: log-prob, both ends of its interval of the cumulative distribution, entropy, variance of -log p,
     and the uniform that the lease's seed gives."""
 
 

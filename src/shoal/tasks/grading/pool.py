@@ -24,7 +24,7 @@ POLL_S = 0.5
 
 
 class GradingTimeout(CannotGrade):
-    """The rows of a submission were not graded within its clock."""
+    """The rows of a submission were not graded within the time for them."""
 
 
 class GradingStopped(CannotGrade):

@@ -65,7 +65,7 @@ class SandboxLimits:
     wall_s: float = 20.0
     """Twice `cpu_s`. Time in which the program waits for a processor is added, up to twice `wall_s`."""
     memory_bytes: int = 512 << 20
-    """Of each process: one program may take `processes` times as much."""
+    """Most memory of one process; a program with several processes may take `processes` times as much."""
     disk_bytes: int = 16 << 20
     file_bytes: int = 4 << 20
     files: int = 32
@@ -362,7 +362,8 @@ class Sandbox:
         message = json.dumps(job).encode()
         assert len(message) <= MAX_JOB_BYTES
         with contextlib.ExitStack() as theirs:
-            # Read while the program runs: nothing that it prints may fill the pipe of one that serves, which nobody reads.
+            # The output of a script is read while it runs. Nobody reads what a serving program prints, and a full pipe would block it, so
+            # that output is discarded.
             self._output = -1
             if mode == "serve":
                 output = os.open(os.devnull, os.O_WRONLY)

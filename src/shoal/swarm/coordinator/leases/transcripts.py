@@ -26,7 +26,7 @@ MAX_OPENED_BYTES = 512 << 10
 """Compressed bytes after which one request decompresses no more."""
 MAX_GROUPS = 64
 MAX_NODES = 8
-"""Nodes that a search by the first digits of an id finds."""
+"""Most nodes that a search by the first digits of an id finds."""
 _HIDDEN = ("sample_prompt", "sample_answer", "sample_reward", "sample_expected", "policy_version")
 _TRANSCRIPTS = TableStatements(transcripts)
 _COLUMNS = [column for column in transcripts.c if column.name != "body"]

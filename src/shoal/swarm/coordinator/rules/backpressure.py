@@ -61,7 +61,7 @@ class Backpressure:
     proven: RefusalRate = field(default_factory=RefusalRate)
     others: RefusalRate = field(default_factory=RefusalRate)
     _places: dict[str, KeptPlace] = field(default_factory=dict)
-    """Of refused proven nodes. Not sorted: a wait told under high load ends later than one told now."""
+    """Places of refused proven nodes. They are not sorted by time: a node that was refused under high load was told to wait longer."""
     _pruned_s: float = 0.0
 
     def wait_s(self, *, proven: bool, least_s: float, spread: float) -> float:

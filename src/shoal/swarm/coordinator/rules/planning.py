@@ -88,7 +88,7 @@ class Work:
     chunk: int
     num_prompts: int
     samples_per_prompt: int
-    """Of an eval lease. The seed of a train lease draws its task, which may have another number."""
+    """Samples per prompt of an eval lease. The seed of a train lease draws its task, which may have another number."""
     evaluation: str = ""
     """Label of the evaluation that an eval lease belongs to."""
 
