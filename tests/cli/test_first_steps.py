@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,10 +113,46 @@ def test_bash_completes(
     assert set(done.stdout.split()) == completed, done.stderr
 
 
-def test_zsh_gets_a_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shoal("completion", "zsh") == 0
+def test_bash_completes_file_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("completion", "bash") == 0
+    script = tmp_path / "shoal.bash"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "own.toml").touch()
+    (tmp_path / "runs").mkdir()
+    for words, found in (("run ow", "own.toml"), ("export ru", "runs"), ("run x --dir ru", "runs")):
+        typed = f"shoal {words}".split(" ")
+        program = f"source {script}; COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _shtab_shoal; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash", "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert done.stdout.strip() == found, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("zsh", "#compdef shoal"), ("fish", "# AUTOMATICALLY GENERATED")]
+)
+def test_other_shells_get_a_script(name: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("completion", name) == 0
     said = capsys.readouterr().out
-    assert said.startswith("#compdef shoal") and "--threads" in said
+    assert said.startswith(start) and "threads" in said
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish: apt-get install fish")
+def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("completion", "fish") == 0
+    script = tmp_path / "shoal.fish"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "own.toml").touch()
+    for typed, found in (
+        ("shoal ledger v", "verify"),
+        ("shoal run --dr", "--dry-run"),
+        ("shoal run ow", "own.toml"),
+    ):
+        program = f"source {script}; complete -C '{typed}'"
+        done = subprocess.run(
+            ["fish", "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert done.stdout.split("\t")[0].strip() == found, done.stderr
 
 
 @pytest.mark.parametrize(

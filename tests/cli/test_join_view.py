@@ -80,6 +80,15 @@ def test_what_it_does_and_earns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert lines[5].startswith("p pause after this lease, q stop; log: ")
 
 
+def test_a_new_node_has_earned_all_its_credit_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_view, "ASK_S", 0.0)
+    view, _ = view_of(tmp_path, [(INFO, None), (INFO, node())])
+    with view:
+        view.poll(os.getpid())
+        view.poll(os.getpid())
+    assert "credit 1,000 (1,000 since you joined)" in view.lines(os.getpid(), view._began_s + 9)[2]
+
+
 def test_keys_pause_continue_and_stop(tmp_path: Path) -> None:
     view, _ = view_of(tmp_path, [])
     view._obey("p")

@@ -60,7 +60,7 @@ def test_options_alone_write_a_file_that_runs(questions: Path, capsys: pytest.Ca
     assert (file.run.name, file.run.model, file.run.last_version) == ("sums", "tiny", 30)
     options = file.task[0].options
     assert (options["question"], options["answer"], options["grader"]) == ("prompt", "ground_truth", "number")
-    assert file.trainer.supervised_steps > 0
+    assert file.trainer.supervised_steps == 15  # one for four rows: more would learn 60 answers by heart
     assert shoal("run", "sums.toml", "--dry-run") == 0
     assert re.search(r"problems +48 to train on, 12 held out\n", capsys.readouterr().out)
     assert shoal(*words) == 2
@@ -83,6 +83,25 @@ def test_other_columns_and_formats(questions: Path, capsys: pytest.CaptureFixtur
     assert load_run_file(Path("capitals.toml")).task[0].options["grader"] == "exact"
     assert shoal(*words, "--question", "land", "--answer", "town", "--force") == 2
     assert "has no column 'town'" in capsys.readouterr().err
+
+
+def test_a_regular_expression_needs_a_pattern(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "init",
+        "r.toml",
+        "--model",
+        "tiny",
+        "--data",
+        "sums.jsonl",
+        "--device",
+        "cpu",
+        "--grader",
+        "regex",
+    )
+    assert shoal(*words) == 2
+    assert "nothing was given; use --pattern" in capsys.readouterr().err and not Path("r.toml").exists()
+    assert shoal(*words, "--pattern", r"(\d+)") == 0
+    assert load_run_file(Path("r.toml")).task[0].options["pattern"] == r"(\d+)"
 
 
 def test_two_columns_are_a_question_and_an_answer(questions: Path) -> None:
@@ -121,6 +140,7 @@ def test_a_dry_run_counts_the_rows(questions: Path, capsys: pytest.CaptureFixtur
 def test_a_task_by_name(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("init", "sorting.toml", "--model", "tiny", "--data", "sort", "--device", "cpu") == 0
     assert load_run_file(Path("sorting.toml")).task[0].name == "sort"
+    assert load_run_file(Path("sorting.toml")).trainer.supervised_steps == 100
     assert shoal("init", "x.toml", "--model", "tiny", "--data", "nothing", "--device", "cpu") == 2
     assert "'nothing' is neither a file nor a task" in capsys.readouterr().err
 

@@ -13,10 +13,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
-from shoal.cli.ui.values import Commands, add_device, port_number
+from shoal.cli.ui.values import Commands, add_device, port_number, url_or_folder
 
 PACKAGE = "shoal-rl"
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 def add_demo(commands: Commands, parse: Callable[[Sequence[str]], argparse.Namespace]) -> None:
@@ -59,8 +59,21 @@ def completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     """Prints the completion script of one shell."""
     import shtab
 
+    _complete_file_names(parser)
     print(shtab.complete(parser, shell=options.shell))
     return EXIT_OK
+
+
+def _complete_file_names(parser: argparse.ArgumentParser) -> None:
+    """Marks the arguments that take files. Without a mark the shells complete no file names for them."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_file_names(command)
+        elif action.type in (Path, url_or_folder) or action.dest in ("model", "data"):
+            action.complete = shtab.DIRECTORY if action.dest == "dir" else shtab.FILE  # type: ignore[attr-defined]
 
 
 def requirements_of(extra: str) -> list[str]:
