@@ -202,15 +202,19 @@ def _plan_file(
         )
     elif options.pattern:
         values["pattern"] = options.pattern
-    if model == "tiny":
-        values["template"], values["style"] = "{question}", "bare"
-    else:
-        think = (
-            options.think
-            or asker.ask("Should the model think before it answers? y or n", None, "n", "--think") == "y"
-        )
-        values["style"] = "chat" if think else "direct"
+    values |= _style(options, asker, model)
     return "qa", values, max(len(text) for text in answers), longest, len(rows)
+
+
+def _style(options: argparse.Namespace, asker: Asker, model: str) -> dict[str, Any]:
+    """Returns the options of `qa` that say how a question is put."""
+    if model == "tiny":
+        return {"template": "{question}", "style": "bare"}
+    think = (
+        options.think
+        or asker.ask("Should the model think before it answers? y or n", None, "n", "--think") == "y"
+    )
+    return {"style": "chat" if think else "direct"}
 
 
 def guess_grader(answers: Sequence[str]) -> str:
