@@ -165,6 +165,7 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "--deivce is not an option of this command; did you mean --device? shoal join --help",
         ),
         (("ledger", "verify", "out/demo", "--jsn"), "did you mean --json? shoal ledger verify --help"),
+        (("run", "x.toml", "trainer.learning_rate=1e-4"), "write --set trainer.learning_rate=1e-4"),
         (("run", "x.toml", "--lerning", "3"), "--lerning is not an option of this command; shoal run --help"),
     ],
 )

@@ -60,6 +60,9 @@ class Parser(argparse.ArgumentParser):
                 unknown[1], sorted(command._option_string_actions), n=1, cutoff=0.75
             ):
                 remedy = f"did you mean {close[0]}? {remedy}"
+        setting = re.match(r"unrecognized arguments: ([a-z_]+\.[a-z_.]+=\S+)", message)
+        if setting is not None and "--set" in self._command()._option_string_actions:
+            message, remedy = f"{setting[1]} is a key of the run file", f"write --set {setting[1]}"
         self.exit(EXIT_USAGE, f"{_report(self.prog, 'not understood', message, remedy)}\n")
 
     def _command(self) -> argparse.ArgumentParser:
