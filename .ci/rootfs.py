@@ -53,6 +53,7 @@ class Image:
                 "0",
             )
         shutil.rmtree(root, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-a", str(source), str(root)], check=True)
         if parent not in stages():
             self.prepare(root)
