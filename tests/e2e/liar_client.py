@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.http_client import Refused, SignedClient
-from shoal.rollout.engine.api import make_requests, make_table
+from shoal.rollout.engine.api import Behaviour, Engine, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, join
 from shoal.rollout.worker.version_cache import VersionCache
@@ -25,7 +25,7 @@ from shoal.wire.lease import Lease, Receipt
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import AskLease, AskUpload, LeaseStatus, Submit, Upload
 from shoal.wire.record import Sealed
-from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable
+from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable, encode
 
 WAIT_S = 90.0
 """A limit that only a hang reaches."""
@@ -45,9 +45,19 @@ class Made(NamedTuple):
 class Liar:
     """A node that is enrolled, has a session and can do honest work. The test decides what it sends."""
 
-    def __init__(self, url: str, folder: Path, *, address: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        *,
+        address: str | None = None,
+        invite: str = "",
+        behaviour: Behaviour | None = None,
+    ) -> None:
         """Enrols a node. `address` is the loopback address that it comes from; by default that of everybody else."""
         folder.mkdir(parents=True)
+        if invite:
+            (folder / "invite.txt").write_text(invite)
         log = Log("liar")
         worker_folder = WorkerFolder(folder)
         transport = httpx2.HTTPTransport(verify=False, local_address=address)
@@ -60,11 +70,16 @@ class Liar:
         self.epoch, self.authority = joined.epoch, url.removeprefix("http://")
         self.session = CoordinatorSession(self.client, joined, deadline_s=WAIT_S, log=log)
         self._versions = VersionCache(worker_folder, self.session, log=log)
-        self._engine = TorchEngine(
-            compute_dtype=joined.info.spec.compute_dtype, proof=joined.info.spec.proof, max_rows=64
+        self._behaviour = behaviour or Behaviour()
+        self._engine: Engine = self._behaviour.engine(
+            TorchEngine(
+                compute_dtype=self._behaviour.compute_dtype(joined.info.spec.compute_dtype),
+                proof=joined.info.spec.proof,
+                max_rows=64,
+            )
         )
 
-    # -- as an honest worker would ----------------------------------------------------------------------------
+    # -- as a worker of this behaviour would, by default an honest one ----------------------------------------
 
     def work(self, lease: Lease) -> RolloutTable:
         self._versions.ensure(lease, stop=self.client.stop, wait_for_newest=True)
@@ -74,7 +89,12 @@ class Liar:
         finished = []
         while self._engine.has_work:
             finished += self._engine.step()
-        return make_table(lease, policy.version, finished)
+        return self._behaviour.table(make_table(lease, policy.version, finished), lease)
+
+    def made(self, lease: Lease) -> Made:
+        """Returns the file of `work`."""
+        table = self.work(lease)
+        return Made(encode(table), table.policy_version)
 
     def tokenizer(self, lease: Lease) -> Tokenizer:
         """Returns the tokenizer of a leased version, for files that are made without its model."""

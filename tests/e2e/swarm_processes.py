@@ -16,6 +16,8 @@ from typing import Any
 import httpx2
 
 from shoal.cli.run.addresses import free_ports
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Stats
 
@@ -51,6 +53,16 @@ lies = {lies}
 deadline_s = {deadline_s}
 """
 
+
+LARGE_LEASES = {
+    "samples_per_prompt": 16,
+    "groups_per_step": 16,
+    "prompts_per_lease": 8,
+    "lease_s": 120.0,
+    "claim_s": 60.0,
+    "heartbeat_s": 3.0,
+}
+"""Settings of runs whose liars differ little from honest workers: small differences show in many rows."""
 
 SHOAL = [sys.executable, "-m", "shoal"]
 
@@ -167,6 +179,34 @@ class Swarm:
     def ledger(self) -> list[LedgerEvent]:
         return list(read_ledger(self.url))
 
+    def verdicts(self, node: str = "") -> list[dict[str, Any]]:
+        """Returns the bodies of the ledger's verdicts, of one node or of all."""
+        found = [event.body for event in self.ledger() if event.type == "verdict.given"]
+        return [body for body in found if node in ("", body["node"])]
+
+    def trained_leases(self) -> set[str]:
+        """Returns the leases whose groups are in batches."""
+        formed = [event for event in self.ledger() if event.type == "batch.formed"]
+        return {group.split("-")[0] for event in formed for group in event.body["group_ids"]}
+
+    def assert_only_accepted_work_is_trained_on(self, *honest: str) -> None:
+        """Also asserts that nothing of the run's first worker, and of the nodes in `honest`, was refused."""
+        trained, verdicts = self.trained_leases(), self.verdicts()
+        assert trained <= {body["lease_id"] for body in verdicts if body["code"] == ACCEPTED}
+        codes = {body["code"] for body in verdicts if body["node"] in (self.worker, *honest)}
+        assert ACCEPTED in codes and codes <= {ACCEPTED, "void.stale"}
+
+    @property
+    def worker(self) -> str:
+        """Returns the node id of the run's first worker."""
+        return Key.load(self.folder / "worker-1" / "node.key").public
+
+    def invite(self) -> str:
+        """Returns a new invitation."""
+        key = self.folder / "coordinator" / "keys" / "admin.key"
+        words = ("--reason", "a test", "--coordinator", self.url, "--key", str(key))
+        return shoal("admin", "invite", *words).stdout.split("invitation: ")[1].split()[0]
+
     def wait_for(
         self, what: str, look: Callable[[], Any], *, deadline_s: float = 240.0, pause_s: float = 0.1
     ) -> Any:
@@ -193,6 +233,12 @@ class Swarm:
 
         stats: Stats = self.wait_for(f"version {version}", reached, deadline_s=deadline_s)
         return stats
+
+    def wait_for_versions(self, count: int) -> None:
+        """Waits until this many more versions were published, so that everything that was ready has been trained on."""
+        seen = self.stats()
+        assert seen is not None and seen.newest_version is not None
+        self.wait_for_version(seen.newest_version + count)
 
     def wait_until_over(self, deadline_s: float = 400.0) -> int:
         assert self.process is not None
@@ -286,6 +332,22 @@ def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
     return subprocess.run(
         [*SHOAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, cwd=cwd
     )
+
+
+def calibrated_swarm(folder: Path, *, workers: int = 1, lies: list[str] | None = None) -> Swarm:
+    """Returns a bfloat16 run that calibrates itself and ends with its test."""
+    swarm = Swarm(
+        folder,
+        last_version=100_000,
+        relays=1,
+        workers=workers,
+        lies=lies,
+        deadline_s=300.0,
+        settings=LARGE_LEASES,
+    )
+    text = swarm.file.read_text().replace('model = "tiny"', 'model = "tiny"\ncompute_dtype = "bfloat16"')
+    swarm.file.write_text(text)
+    return swarm
 
 
 def change(text: str, settings: Mapping[str, object]) -> str:

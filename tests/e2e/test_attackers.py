@@ -69,11 +69,6 @@ def enter(swarm: Swarm, tmp_path: Path) -> Iterator[Enter]:
         liar.close()
 
 
-def honest_file(node: Liar, lease: Lease) -> Made:
-    table = node.work(lease)
-    return Made(encode(table), table.policy_version)
-
-
 def fabricated_file(node: Liar, lease: Lease) -> Made:
     version = lease.policies[-1].version
     return Made(encode(fabricate(lease, version, node.tokenizer(lease))), version)
@@ -96,19 +91,6 @@ def ask_lease(node: Liar) -> Lease:
         time.sleep(0.2)
 
 
-def trained_leases(swarm: Swarm) -> set[str]:
-    """Returns the leases whose groups are in batches."""
-    formed = [event for event in swarm.ledger() if event.type == "batch.formed"]
-    return {group.split("-")[0] for event in formed for group in event.body["group_ids"]}
-
-
-def wait_for_batches(swarm: Swarm) -> None:
-    """Waits until everything that was ready has been trained on."""
-    seen = swarm.stats()
-    assert seen is not None and seen.newest_version is not None
-    swarm.wait_for_version(seen.newest_version + 3, deadline_s=240.0)
-
-
 def test_throwaway_keys_train_nothing(swarm: Swarm, enter: Enter) -> None:
     """Three honest submissions, then files made without a model, then the next key, which lies at once."""
     lies: list[str] = []
@@ -119,12 +101,12 @@ def test_throwaway_keys_train_nothing(swarm: Swarm, enter: Enter) -> None:
 
     patient = enter()
     for _ in range(3):
-        assert patient.deliver(lambda lease: honest_file(patient, lease)).code == ACCEPTED
+        assert patient.deliver(patient.made).code == ACCEPTED
     for node in (patient, enter(), enter()):
         status = node.deliver(lambda lease, node=node: lie(node, lease))  # type: ignore[misc]
         assert status.code == "reject.wrong_computation"
-    wait_for_batches(swarm)
-    assert trained_leases(swarm).isdisjoint(lies)
+    swarm.wait_for_versions(3)
+    assert swarm.trained_leases().isdisjoint(lies)
 
 
 def test_an_honest_node_is_not_framed(enter: Enter) -> None:
@@ -132,7 +114,7 @@ def test_an_honest_node_is_not_framed(enter: Enter) -> None:
     victim, attacker = enter(), enter()
     for _ in range(4):
         lease = victim.session.ask_lease()
-        made = honest_file(victim, lease)
+        made = victim.made(lease)
         status = attacker.deliver(lambda its, made=made: Made(made.data, its.policies[-1].version))  # type: ignore[misc]
         assert status.code == "reject.wrong_lease"
         victim.session.deliver(lease, made.data, policy_version=made.version)
@@ -232,7 +214,7 @@ def test_a_void_copy_does_not_delete_an_accepted_file(swarm: Swarm, enter: Enter
     files: list[bytes] = []
 
     def keep(lease: Lease) -> Made:
-        made = honest_file(node, lease)
+        made = node.made(lease)
         files.append(made.data)
         return made
 
@@ -240,7 +222,7 @@ def test_a_void_copy_does_not_delete_an_accepted_file(swarm: Swarm, enter: Enter
     lease, data = node.session.ask_lease(), files[-1]
     node.client.put_upload(node.ask_upload(lease.lease_id, len(data), sha256_of(data)), data)
     give_back(node, lease)
-    wait_for_batches(swarm)
+    swarm.wait_for_versions(3)
     assert (swarm.folder / "coordinator" / "objects" / sha256_of(data)[:2] / sha256_of(data)).exists()
 
 
@@ -282,15 +264,11 @@ def test_a_relay_speaks_only_for_itself_and_is_never_the_only_source(swarm: Swar
             client.call("POST", "/v1/relays", own, HeartbeatReply)
             under_attack = enter().session.ask_lease()
             assert set(lease.relays) <= set(under_attack.relays) and under_attack.origin == lease.origin
-    wait_for_batches(swarm)
+    swarm.wait_for_versions(3)
 
 
 def test_nobody_honest_was_blamed_and_the_run_goes_on(swarm: Swarm) -> None:
-    wait_for_batches(swarm)
+    swarm.wait_for_versions(3)
     events = swarm.ledger()
     assert verify_chain(events)[0] == len(events), "evidence against lies has large numbers"
-    honest = Key.load(swarm.folder / "worker-1" / "node.key").public
-    verdicts = [event.body for event in swarm.ledger() if event.type == "verdict.given"]
-    assert {verdict["code"] for verdict in verdicts if verdict["node"] == honest} == {ACCEPTED}
-    accepted = {verdict["lease_id"] for verdict in verdicts if verdict["code"] == ACCEPTED}
-    assert trained_leases(swarm) <= accepted
+    swarm.assert_only_accepted_work_is_trained_on()

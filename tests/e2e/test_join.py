@@ -6,7 +6,6 @@ SHOAL_JOIN names the `shoal` of another environment, such as a fresh one made as
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -60,10 +59,8 @@ def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
         swarm.wait_for_version(1)  # the run's own worker needs no invitation
         swarm.pause("worker-1")
         assert "--invite CODE" in run("join", swarm.url, "--yes", "--dir", dir, status=2)
-        admin = ["--coordinator", swarm.url, "--key", swarm.folder / "coordinator" / "keys" / "admin.key"]
-        (code,) = re.findall("invitation: (.+)", run("admin", "invite", "--reason", "a test", *admin))
         began_s = time.monotonic()
-        joined = Joined(swarm.url, dir, "--invite", code)
+        joined = Joined(swarm.url, dir, "--invite", swarm.invite())
         try:
             view = wait_for_node(swarm, joined, dir, lambda view: view.accepted > 0)
             print(f"{time.monotonic() - began_s:.0f} s from `shoal join` to the first accepted lease")  # noqa: T201

@@ -172,14 +172,9 @@ def test_every_lying_worker_is_refused_with_its_own_code_and_ejected(swarm: Swar
 def test_honest_work_by_the_same_client_is_accepted(enter: Enter) -> None:
     """Shows that the other tests' refusals are caused by their lies and not by this client."""
     node = enter()
-    status = node.deliver(lambda lease: honest_file(node, lease))
+    status = node.deliver(node.made)
     assert (status.state, status.code) == ("accepted", ACCEPTED), status.detail
     assert status.credit > 0
-
-
-def honest_file(node: Liar, lease: Lease) -> Made:
-    table = node.work(lease)
-    return Made(encode(table), table.policy_version)
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -266,7 +261,7 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
 
 def accepted_file(swarm: Swarm) -> bytes:
     """Returns the bytes of an accepted training submission of the honest worker."""
-    honest = Key.load(swarm.folder / "worker-1" / "node.key").public
+    honest = swarm.worker
 
     def found() -> bytes | None:
         events = [event for event in swarm.ledger() if event.body.get("node") == honest]
@@ -454,7 +449,7 @@ def test_nothing_of_theirs_was_trained_on(swarm: Swarm, enter: Enter) -> None:
     liars = lying_processes(swarm)
     assert trained_nodes.isdisjoint(node for lie, node in liars.items() if lie not in BEGIN_HONEST)
 
-    honest = Key.load(swarm.folder / "worker-1" / "node.key").public
+    honest = swarm.worker
     assert set(codes_by_node(events)[honest]) == {ACCEPTED}
     assert view(swarm, honest).trust == "trusted"
     # Credit equals accepted work exactly. The honest worker keeps earning during this check.
