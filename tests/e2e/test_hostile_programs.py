@@ -13,9 +13,8 @@ from random import Random
 import pytest
 import torch
 from liar_client import Liar, Made
+from model_folders import write_model
 from swarm_processes import Swarm
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from planted_code import name_code
 from shoal.toploc.field import PRIME
@@ -29,24 +28,8 @@ SLEEPS = "```python\nimport time\ntime.sleep(99)\n```"
 EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"
 
 
-def write_model(folder: Path, mark: Path) -> None:
-    """Writes a small random model whose files name Python code beside them. The code would create `mark`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<end>"])
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=raw.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+def plant_code(folder: Path, mark: Path) -> None:
+    """Makes the files of a model folder name Python code beside them, which would create `mark`."""
     name_code(folder)
     for name in ("evil.py", "__init__.py", "sitecustomize.py"):
         (folder / name).write_text(EVIL.format(mark=str(mark)))
@@ -107,7 +90,8 @@ def test_neither_code_in_the_folder_nor_sleeping_programs(tmp_path: Path) -> Non
             "row_tokens": 192,
         },
     )
-    write_model(tmp_path / "model", mark)
+    write_model(tmp_path / "model")
+    plant_code(tmp_path / "model", mark)
     write_problems(tmp_path / "problems.jsonl")
     text = swarm.file.read_text().replace('name = "sort"', 'name = "genesys"')
     swarm.file.write_text(text.replace("{ length = 4, partial = 0.5 }", '{ path = "problems.jsonl" }'))
