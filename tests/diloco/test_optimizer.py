@@ -205,6 +205,22 @@ def test_new_site_joins_in_step_with_the_swarm() -> None:
     in_threads([first.close, second.close])
 
 
+def test_site_that_joins_from_a_newcomer_counts_the_same_steps() -> None:
+    """Otherwise it ends the run early, and the others wait for it in the last round."""
+    hub, schedule = LocalHub(), Schedule(inner_steps=4, deadline_s=30)
+    models = [small_model(seed=seed) for seed in range(3)]
+    first, second, third = (
+        DiLoCo(model, inner=adamw(model), averager=make_peer(hub), schedule=schedule) for model in models
+    )
+    for step in range(6):
+        inner_step(models[0], first, 0, step)
+    assert second.join(deadline_s=10)
+    first.close()
+    assert third.join(deadline_s=10)
+    assert (third.steps, third.phase) == (second.steps, second.phase) == (6, 2)
+    in_threads([second.close, third.close])
+
+
 def test_site_that_joins_during_a_round_takes_part_in_it_and_in_the_last_one() -> None:
     hub, last_step = LocalHub(), 8
     models = [small_model(), small_model(seed=7)]

@@ -142,8 +142,8 @@ class DiLoCo(Optimizer):
             adopted = fetched is not None and fetched.state.work > self.outer_state.work
             if fetched is not None and (adopted or not self.steps):
                 self._adopt(fetched, keep_work=self.keep_local_work)
-        self._digest = self.averager.serve(self.outer_state, step=self.steps)
         self._agree_on_phase()
+        self._digest = self.averager.serve(self.outer_state, step=self.steps, phase=self.phase)
         self.joined = True
         return adopted
 
@@ -289,9 +289,8 @@ class DiLoCo(Optimizer):
             self._samples += weight
         else:
             self._apply(result)
-        self._digest = self.averager.serve(self.outer_state, step=self.steps)
         self._agree_on_phase()
-        self.averager.progress(phase=self.phase, step=self.steps)
+        self._digest = self.averager.serve(self.outer_state, step=self.steps, phase=self.phase)
         self.on_round(
             RoundReport(
                 round=self.outer_state.round,

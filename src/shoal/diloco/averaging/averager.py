@@ -104,8 +104,8 @@ class Averager(Protocol):
     def fetch(self, *, deadline_s: float) -> FetchedState:
         """Returns the newest state of the swarm, verified by its digest. Raises RoundFailed."""
 
-    def serve(self, state: OuterState, *, step: int) -> str:
-        """Offers `state` to other peers from now on and returns its digest."""
+    def serve(self, state: OuterState, *, step: int, phase: int = 0) -> str:
+        """Offers `state` to other peers from now on, with the progress of this peer, and returns its digest."""
 
     def progress(self, *, phase: int, step: int) -> None:
         """Records how many inner steps this peer has taken since its last round and in all."""

@@ -162,21 +162,21 @@ class PeerAverager:
     def fetch(self, *, deadline_s: float) -> FetchedState:
         return self._call(self._fetch(deadline_s), deadline_s + 5, "another peer's state")
 
-    def serve(self, state: OuterState, *, step: int) -> str:
+    def serve(self, state: OuterState, *, step: int, phase: int = 0) -> str:
         digest = state.digest()
         version = StateVersion(work=state.work, round=state.round, state_digest=digest)
 
         def replace() -> None:
             self._served.replace(state, version)
+            self._served.set_progress(phase=phase, step=step)  # of the same moment: newcomers count from it
             self._leader.version = version
 
-        self._served.set_progress(phase=0, step=step)
         self._served.in_round = False
         self._loop.call_soon_threadsafe(replace)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
-        self._served.set_progress(phase=phase, step=step)
+        self._loop.call_soon_threadsafe(lambda: self._served.set_progress(phase=phase, step=step))
 
     def leave(self) -> None:
         if self._left:

@@ -25,7 +25,7 @@ class OtherModel(RoundFailed):
 class ServedState:
     """The outer state that this peer offers to others, and the card that describes it.
 
-    The training thread writes with single assignments; the peer's event loop reads.
+    Fields change by single assignments: the training thread may write while the peer's event loop reads.
     """
 
     def __init__(self, shared: str = "") -> None:
