@@ -119,7 +119,7 @@ $(VENV)-s3/.ready: Makefile
 
 # An environment of its own, because Hivemind needs an older numpy than the other tests use.
 hivemind: $(VENV)-hivemind/.ready
-	$(VENV)-hivemind/bin/pytest -m hivemind tests/diloco tests/e2e/test_two_sites.py
+	$(VENV)-hivemind/bin/pytest -m hivemind $(call files_of,hivemind)
 
 $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)-hivemind

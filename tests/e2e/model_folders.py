@@ -41,16 +41,16 @@ def write_model(
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     if answers:
-        end = raw.token_to_id(END)
-        _make_sure(model, [raw.token_to_id(answer) for answer in answers], end)
+        ids = raw.get_vocab()
+        _make_sure(model, [ids[answer] for answer in answers], ids[END])
     model.save_pretrained(folder)
 
 
 @torch.no_grad()
 def _make_sure(model: LlamaForCausalLM, answers: list[int], end: int) -> None:
     """Makes the next token one of `answers`, and after one of those `end`. The first two channels of the states decide it."""
-    width = model.config.hidden_size
-    embedding_VH, head_VH = model.get_input_embeddings().weight, model.lm_head.weight
+    embedding_VH, head_VH = model.model.embed_tokens.weight, model.lm_head.weight
+    width = embedding_VH.shape[1]
     large = 10 * math.sqrt(width) * embedding_VH.std()
     embedding_VH[:, 0], embedding_VH[:, 1] = large, 0.0
     embedding_VH[answers, 0], embedding_VH[answers, 1] = 0.0, large

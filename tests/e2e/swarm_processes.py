@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,13 +286,14 @@ class Swarm:
 class Role:
     """One role, started by hand as an operator would: a context manager."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = tuple(SHOAL)) -> None:
+        """Starts `shoal` with these arguments, or another `command` that takes them."""
         folder.mkdir(parents=True, exist_ok=True)
         self.name = arguments[0]
         self.log_path = folder / f"{self.name}-{secrets.token_hex(4)}.log"
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*SHOAL, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*command, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def __enter__(self) -> "Role":

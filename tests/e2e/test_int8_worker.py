@@ -8,6 +8,7 @@ from swarm_processes import calibrated_swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+
 def test_weights_of_8_bits_are_refused_and_honest_work_is_not(tmp_path: Path) -> None:
     swarm = calibrated_swarm(tmp_path, workers=2, lies=["int8-weights"])
     with swarm:
