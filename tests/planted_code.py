@@ -16,3 +16,13 @@ def name_code(folder: Path, **more: object) -> None:
         settings = json.loads((folder / name).read_text())
         added = {"auto_map": AUTO_MAP, "trust_remote_code": True} | more
         (folder / name).write_text(json.dumps(settings | added))
+
+
+EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"
+
+
+def plant_code(folder: Path, mark: Path) -> None:
+    """Makes the files of a model folder name Python code beside them, which would create `mark`."""
+    name_code(folder)
+    for name in ("evil.py", "__init__.py", "sitecustomize.py"):
+        (folder / name).write_text(EVIL.format(mark=str(mark)))

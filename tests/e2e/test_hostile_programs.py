@@ -16,7 +16,7 @@ from liar_client import Liar, Made
 from model_folders import write_model
 from swarm_processes import Swarm
 
-from planted_code import name_code
+from planted_code import plant_code
 from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease
@@ -25,14 +25,6 @@ from shoal.wire.rollouts import Finish, Rollout, encode
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SLEEPS = "```python\nimport time\ntime.sleep(99)\n```"
-EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"
-
-
-def plant_code(folder: Path, mark: Path) -> None:
-    """Makes the files of a model folder name Python code beside them, which would create `mark`."""
-    name_code(folder)
-    for name in ("evil.py", "__init__.py", "sitecustomize.py"):
-        (folder / name).write_text(EVIL.format(mark=str(mark)))
 
 
 def write_problems(path: Path) -> None:
