@@ -96,6 +96,8 @@ class Swarm:
         self.port = free_ports(1)[0]
         """A port of its own: two runs that start at the same time would both find the default one free."""
         self.process: subprocess.Popen[bytes] | None = None
+        self.prefix: list[str] = []
+        """The beginning of the command line, for a program that starts the run."""
         self.mark = {"SHOAL_E2E": secrets.token_hex(16)}
         """A mark in the environment of every process of this run, by which all of them can be found."""
         self._output_before = 0
@@ -109,7 +111,7 @@ class Swarm:
         with self.output_path.open("ab") as output:
             self._output_before = output.tell()
             self.process = subprocess.Popen(
-                [*self.command, *options],
+                [*self.prefix, *self.command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

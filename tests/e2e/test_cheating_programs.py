@@ -6,6 +6,7 @@ the run's own worker generates, and the validator grades in a sandbox, also at t
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from shoal.wire.rollouts import TableLimits, decode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-TEST = "assert all(map(lambda a: set(f(a, (4, 5))) == set((4,)), [(3, 4), (4, 6)]))"
+TEST = "assert all(map(lambda a: f(a, (4, 5)) == set((4,)), [(3, 4), (4, 6)]))"
 RIGHT = "def f(a, b):\n    return set(a) & set(b)"
 SIGNALS = {"x86_64": (129, 297), "aarch64": (138, 240)}[os.uname().machine]
 """rt_sigqueueinfo and rt_tgsigqueueinfo."""
@@ -44,15 +45,29 @@ for _ in range(20):
 """
 """Sends a signal to each of its parents that is a validator or watches programs."""
 CHEATS = {
-    "redefines a builtin": "def set(x):\n    return 0\ndef f(a, b):\n    return ()",
-    "redefines another": "def all(x):\n    return True\ndef f(a, b):\n    return ()",
+    "redefines a builtin": "def set(x):\n    return 0\ndef f(a, b):\n    return 0",
+    "redefines another": "def all(x):\n    return True\ndef f(a, b):\n    return 0",
     "raises what ends the loop": "def f(a, b):\n    raise StopIteration",
-    "returns what equals everything": "class E:\n    def __eq__(self, other):\n        return True\n    def __iter__(self):\n        return iter(())\n    __hash__ = None\ndef f(a, b):\n    return E()",
-    "kills its grader": KILLS + "def f(a, b):\n    return ()",
+    "equals everything": "class E:\n    def __eq__(self, other):\n        return True\ndef f(a, b):\n    return E()",
 }
-PROGRAMS = {"right": RIGHT, **CHEATS}
+PROGRAMS = {"right": RIGHT, **CHEATS, "kills its grader": KILLS + RIGHT.replace("&", "|")}
 LIMITS = TableLimits(max_rows=64, max_prompt_tokens=4096, max_output_tokens=64, max_proof_bytes=4096)
 SUBMISSIONS = 3
+
+
+def words_without_root() -> list[str] | None:
+    """Returns the beginning of a command line that takes root's rights away; None if that is not possible here.
+
+    Root gives each program a user of its own. Other users cannot, and their programs could signal their validator.
+    """
+    if os.getuid() != 0:
+        return []
+    words = ["unshare", "--user"]
+    works = shutil.which(words[0]) and subprocess.run([*words, "true"], check=False).returncode == 0
+    return words if works else None
+
+
+NOT_ROOT = words_without_root()
 
 
 def in_answer(program: str) -> str:
@@ -76,6 +91,11 @@ def drawn_programs(swarm: Swarm, verdict: dict[str, Any], tokenizer: Tokenizer) 
     return [tokenizer.decode(row.output_tokens) for row in decode(data, LIMITS).rows]
 
 
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
+def test_the_programs_pass_their_test_without_a_sandbox(program: str) -> None:
+    exec(f"{program}\n{TEST}", {})
+
+
 def test_the_program_kills_a_validator_without_a_sandbox() -> None:
     """Shows that the attack of the next test works where nothing stops it."""
     validator = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
@@ -90,6 +110,10 @@ def test_programs_that_cheat_earn_nothing_and_harm_nobody(
     """At the level that the system offers, and with limits and the list of system calls alone."""
     torch.set_num_threads(1)
     if level:
+        if NOT_ROOT is None:
+            pytest.skip(
+                "level limits is for validators without root's rights, and unshare cannot take them away here"
+            )
         monkeypatch.setenv(CHOSEN_LEVEL, level)
         monkeypatch.setenv(ALLOW_LIMITS, "1")
     swarm = Swarm(
@@ -107,6 +131,7 @@ def test_programs_that_cheat_earn_nothing_and_harm_nobody(
             "eval_every": 100_000,
         },
     )
+    swarm.prefix = NOT_ROOT if level and NOT_ROOT else []
     write_model(tmp_path / "model", [in_answer(program) for program in PROGRAMS.values()], positions=512)
     write_problems(tmp_path / "problems.jsonl")
     text = swarm.file.read_text().replace('name = "sort"', 'name = "mbpp"')
