@@ -221,6 +221,22 @@ def test_site_that_joins_from_a_newcomer_counts_the_same_steps() -> None:
     in_threads([second.close, third.close])
 
 
+def test_peer_that_claims_many_steps_does_not_end_the_run_of_a_newcomer() -> None:
+    """The digest of a state binds its round, not the step that its sender names."""
+    hub, schedule = LocalHub(), Schedule(inner_steps=4, deadline_s=30)
+    models = [small_model(seed=seed) for seed in range(2)]
+    liar, newcomer = (
+        DiLoCo(model, inner=adamw(model), averager=make_peer(hub), schedule=schedule) for model in models
+    )
+    for step in range(6):
+        inner_step(models[0], liar, 0, step)
+    liar.averager.progress(phase=2, step=10**9)
+    assert newcomer.join(deadline_s=10)
+    assert newcomer.outer_state.digest() == liar.outer_state.digest()
+    assert newcomer.steps <= 3 * schedule.interval
+    in_threads([liar.close, newcomer.close])
+
+
 def test_site_that_joins_during_a_round_takes_part_in_it_and_in_the_last_one() -> None:
     hub, last_step = LocalHub(), 8
     models = [small_model(), small_model(seed=7)]

@@ -329,7 +329,9 @@ class DiLoCo(Optimizer):
         # The sender may be in its round already. This site joins that round after one more step, and must then have counted as
         # many steps as the sender: otherwise it ends the run a step too early and misses the last round.
         self.phase = min(fetched.phase, self.schedule.interval - 1)
-        self.steps = max(self.steps, fetched.step - (fetched.phase - self.phase))
+        # An honest sender is less than two rounds past its state's round, which the digest binds. A liar could name the last step.
+        step = min(fetched.step, (fetched.state.round + 2) * self.schedule.interval)
+        self.steps = max(self.steps, step - (fetched.phase - self.phase))
 
     def _agree_on_phase(self) -> None:
         """Sets all ranks of the site to the same step. Otherwise one could start a round while another waits in a collective."""
