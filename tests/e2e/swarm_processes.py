@@ -191,11 +191,11 @@ class Swarm:
         formed = [event for event in self.ledger() if event.type == "batch.formed"]
         return {group.split("-")[0] for event in formed for group in event.body["group_ids"]}
 
-    def assert_only_accepted_work_is_trained_on(self, *honest: str) -> None:
-        """Also asserts that nothing of the run's first worker, and of the nodes in `honest`, was refused."""
+    def assert_only_accepted_work_is_trained_on(self) -> None:
+        """Also asserts that nothing of the run's first worker was refused."""
         trained, verdicts = self.trained_leases(), self.verdicts()
         assert trained <= {body["lease_id"] for body in verdicts if body["code"] == ACCEPTED}
-        codes = {body["code"] for body in verdicts if body["node"] in (self.worker, *honest)}
+        codes = {body["code"] for body in verdicts if body["node"] == self.worker}
         assert ACCEPTED in codes and codes <= {ACCEPTED, "void.stale"}
 
     @property

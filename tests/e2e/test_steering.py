@@ -20,8 +20,8 @@ from shoal.wire.messages import LeaseStatus
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Enter = Callable[..., Liar]
-FAR, NEAR = 0.03, 0.005
-"""Distances from the random number. NEAR is within what honest work of another machine may be off in a single submission."""
+FAR, NEAR = 0.3, 0.003
+"""Distances from the random number. FAR is refused in the smallest lease, of 16 rows. NEAR is within what honest work of another machine may be off in a single submission."""
 LIFE = 60
 """Submissions within which NEAR is convicted. Scores of 4 and more convict after 18; `void.uncertain` counts less than those."""
 
@@ -70,6 +70,7 @@ def test_draws_steered_within_the_tolerance_are_convicted_by_their_sum(swarm: Sw
     assert found[-1].code == "reject.accumulated_evidence"
     assert {status.code for status in found[:-1]} <= {ACCEPTED, UNCERTAIN}
     assert swarm.verdicts(liar.node)[-1]["evidence"]["verdict"] in (ACCEPTED, UNCERTAIN)
-    assert honest.deliver(honest.made).code == ACCEPTED
+    # The work of new nodes is doubted now: one in forty honest submissions is as far off as DOUBTFUL, and void.
+    assert honest.deliver(honest.made).code in (ACCEPTED, UNCERTAIN)
     swarm.wait_for_versions(3)
-    swarm.assert_only_accepted_work_is_trained_on(honest.node)
+    swarm.assert_only_accepted_work_is_trained_on()

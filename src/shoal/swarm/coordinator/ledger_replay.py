@@ -27,7 +27,14 @@ from shoal.swarm.coordinator.rules.credit import (
     to_revoke,
     weights_share,
 )
-from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE, NEW_NODE, RunEvidence, scores_of
+from shoal.swarm.coordinator.rules.cumulative_evidence import (
+    GIVEN_CODE,
+    NEW_NODE,
+    RunEvidence,
+    Sums,
+    new_scores,
+    scores_of,
+)
 from shoal.swarm.coordinator.rules.trust import (
     NodeStanding,
     Trust,
@@ -63,8 +70,8 @@ class ReplayedLedger:
     """Labels of the tasks with difficulty sampling."""
     choices: TaskChoices = field(default_factory=TaskChoices)
     evidence: RunEvidence = field(default_factory=RunEvidence)
-    uncertain: set[tuple[str, int]] = field(default_factory=set)
-    """Work that was void.uncertain: its unit, and the version that made it."""
+    uncertain: dict[tuple[str, int], list[Sums]] = field(default_factory=dict)
+    """The scores of work that was void.uncertain, by its unit and the version that made it."""
     evaluated: set[str] = field(default_factory=set)
     """Labels of the held-out evaluations."""
     max_new_tokens: dict[str, int] = field(default_factory=dict)
@@ -272,13 +279,13 @@ class ReplayedLedger:
         scores = scores_of(given, body["evidence"])
         is_new = node.accepted < NEW_NODE
         code = UNCERTAIN if is_new and given == ACCEPTED and self.evidence.doubt(scores) else given
-        # The same work with the same version gives the same bits again, which are no new evidence.
-        if work not in self.uncertain and scores:
+        earlier = self.uncertain.get(work, [])
+        if new := new_scores(scores, earlier):
             # The prefixes keep apart a key that is a node and an owner.
             keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
-            code = ACCUMULATED if self.evidence.add(keys, scores, is_new=is_new) is not None else code
+            code = ACCUMULATED if self.evidence.add(keys, new, is_new=is_new) is not None else code
         if body["code"] == UNCERTAIN:
-            self.uncertain.add(work)
+            self.uncertain[work] = [*earlier, scores]
         if code != body["code"]:
             raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence gives {code}")
 

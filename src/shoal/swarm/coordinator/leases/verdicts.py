@@ -21,7 +21,7 @@ from shoal.swarm.coordinator.membership.nodes import (
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import node_status
-from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE
+from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE, Sums, scores_of
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
@@ -122,14 +122,14 @@ _CHECKED_BY_OTHERS = Statement(
     .limit(1)
 )
 _UNCERTAIN_BEFORE = Statement(
-    select(leases.c.lease_id)
-    .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+    select(verdicts.c.body)
+    .join(leases, leases.c.lease_id == verdicts.c.lease_id)
+    .join(submissions, submissions.c.lease_id == verdicts.c.lease_id)
     .where(
         leases.c.code == UNCERTAIN,
         leases.c.unit == given("unit"),
         submissions.c.policy_version == given("version"),
     )
-    .limit(1)
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
 
@@ -321,9 +321,9 @@ def _apply(
 
     The evidence of all submissions together may convict a node whose submission alone is accepted or uncertain.
     """
-    repeated = _is_repeated(tx, lease, submission)
     node = get_node(tx.db, lease.node)
-    found = accounts.add_evidence(tx, coordinator, node, verdict, repeated=repeated)
+    earlier = _earlier_scores(tx, lease, submission)
+    found = accounts.add_evidence(tx, coordinator, node, verdict, earlier=earlier)
     if found.convicted is not None or found.doubtful is not None:
         verdict = Verdict(
             lease_id=lease.lease_id,
@@ -384,14 +384,13 @@ def _apply(
         change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
 
 
-def _is_repeated(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> bool:
-    """Returns whether the same work was uncertain before, with the same version.
-
-    The node owes it and gets it again, and an honest engine makes the same bits from it: they must not count as new evidence.
-    """
+def _earlier_scores(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> list[Sums]:
+    """Returns the scores of the same work, made with the same version, as often as it was uncertain before."""
     if lease.unit == lease.lease_id:
-        return False
-    return _UNCERTAIN_BEFORE.row(tx.db, unit=lease.unit, version=submission.policy_version) is not None
+        return []
+    rows = _UNCERTAIN_BEFORE.rows(tx.db, unit=lease.unit, version=submission.policy_version)
+    earlier = [Verdict.parse(row.body.encode()) for row in rows]
+    return [scores_of(str(one.evidence.get(GIVEN_CODE, one.code)), one.evidence) for one in earlier]
 
 
 def _weights_share(coordinator: Coordinator, verdict: Verdict) -> float | None:

@@ -5,6 +5,7 @@ a lease, so they survive a restart, and coordinators that share a database share
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,9 +186,12 @@ class EvidenceFinding:
 
 
 def add_evidence(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, *, repeated: bool
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, *, earlier: Sequence[Sums]
 ) -> EvidenceFinding:
-    """Adds the scores of a verdict to the evidence about the node, its owner and all new nodes. Repeated work adds nothing."""
+    """Adds the scores of a verdict to the evidence about the node, its owner and all new nodes.
+
+    `earlier`: the scores of the same work, as often as it was uncertain before; only what is new is added.
+    """
     scores = cumulative_evidence.scores_of(verdict.code, verdict.evidence)
     if not scores:
         return EvidenceFinding()
@@ -203,7 +207,8 @@ def add_evidence(
             f"{statistic}: the scores of all new nodes add up to more than honest work's, and this one is "
             f"{scores[statistic]:.1f}; work of another seed, or more accepted work, is not affected"
         )
-    if repeated:
+    scores = cumulative_evidence.new_scores(scores, earlier)
+    if not scores:
         return EvidenceFinding(doubtful=doubtful)
     found = evidence.add(list(sums), scores, is_new=is_new)
     after = {RUN: evidence.baseline, NEW_NODES: evidence.new_nodes} | evidence.sums

@@ -28,7 +28,7 @@ variances of 0.6 to 1.4.
 
 A node that takes a new key before it is convicted has sums of 0 again. So all nodes with fewer than NEW_NODE accepted submissions
 share another CUSUM, and do not move the baseline: otherwise keys that are thrown away could raise it for everybody. While the sum of
-the new nodes is above its threshold, and no conviction has explained it, their work is void.uncertain if its score is DOUBTFUL or
+the new nodes is above its threshold, also after the conviction of one of them, their work is void.uncertain if its score is DOUBTFUL or
 more above the baseline. Such work is not trained on and costs no trust beyond the streak, since one in forty honest submissions is as far off.
 
 Submissions that are void.uncertain have a test of their own with scores 1 and 0. Of honest work at most UNCERTAIN_RATE may be uncertain
@@ -116,6 +116,18 @@ def scores_of(code: str, evidence: Mapping[str, Any]) -> Sums:
     return scores
 
 
+def new_scores(scores: Sums, earlier: Sequence[Sums]) -> Sums:
+    """Returns the scores that are new evidence, if the same work was uncertain with the scores in `earlier`.
+
+    The node owes it and gets it again, and an honest engine makes nearly the same bits from it, which show nothing new. Scores that
+    are DOUBTFUL or more above all earlier ones are of other bits: doubtful work could otherwise be replaced by worse work.
+    """
+    if not earlier:
+        return scores
+    highest = {name: max(one.get(name, -math.inf) for one in earlier) for name in scores}
+    return {name: score for name, score in scores.items() if score >= highest[name] + DOUBTFUL}
+
+
 def next_baseline(baseline: Mapping[str, float], scores: Mapping[str, float]) -> Sums:
     """Returns the run's baseline after one more submission: a step towards each score, never below 0."""
     after = dict(baseline)
@@ -176,9 +188,8 @@ class RunEvidence:
             self.sums[key] = sums
         if not is_new:
             self.baseline = next_baseline(before, scores)
-        elif found is not None:
-            self.new_nodes = {}
         else:
+            # Also after a conviction: the next key is free, and would have as many false submissions accepted as the convicted one.
             after = next_sums(self.new_nodes, scores, before)
             # A bound lets the doubt end when the false work does.
             self.new_nodes = {name: min(value, 2 * THRESHOLDS[name]) for name, value in after.items()}
