@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from shoal import toploc
 from shoal.toploc.decision import (
     CERTAIN,
-    DRIFT,
+    MARGIN,
     NARROWEST,
     NORMAL_TAIL,
     bound,
@@ -23,7 +23,7 @@ from shoal.toploc.segments import NO_MATCH, SegmentCheck
 from shoal.wire.proof_noise import Noise, Tail
 
 Row = list[SegmentCheck]
-MORE = 1 + DRIFT
+MORE = 1 + MARGIN
 """The largest mean of honest noise, relative to the calibrated one."""
 FULL, SHORT = 18_432, 1_152
 

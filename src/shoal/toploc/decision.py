@@ -11,7 +11,7 @@ two of tokens, each tested over the submission, its worst row and its worst unit
 count less than the same number of prompts.
 
 The mean of honest noise moves while a policy learns, and in sums over many rows a small shift is many standard deviations: sums are
-compared with a mean that is higher by DRIFT. Every lie about the computation is further off than that.
+compared with a mean that is higher by MARGIN. Every lie about the computation is further off than that.
 
 The bound for a given rate of false alarms is extrapolated from the honest tail: each factor of ten adds the distance between
 1 in 100 and 1 in 1,000. A normal tail falls faster, so this favours honest work. Single rows and units have a longer tail: each
@@ -39,7 +39,7 @@ OUTLIER_FACTOR = 1.6
 some states are ill-conditioned."""
 SUSPICIOUS = 3e-4
 """Probability that honest work is called suspicious."""
-DRIFT = 0.25
+MARGIN = 0.25
 """Share by which the mean of honest noise may exceed the calibrated one. Within ten versions of Qwen2.5-Coder-0.5B at a rate of 5e-6 the
 mismatches of honest work rose from 2.4 to 2.6, 6 standard deviations of a sum over 256 rows; the least of the lies about weights, blocks of
 8 bits, has 3.6."""
@@ -110,7 +110,7 @@ class Score:
 
     def __str__(self) -> str:
         return (
-            f"{self.statistic} {self.where} average {self.mean:.3g}, honest work {self.honest_mean:.3g}, at most {DRIFT:.0%} more: "
+            f"{self.statistic} {self.where} average {self.mean:.3g}, honest work {self.honest_mean:.3g}, at most {MARGIN:.0%} more: "
             f"{self.z:.1f} standard deviations too many, certain above {self.certain:.1f}"
         )
 
@@ -332,7 +332,7 @@ class _Sum:
 def _z(prompts: Sequence[_Sum], honest: Statistic) -> float:
     variance = honest.inflation * sum(one.variance for one in prompts)
     variance += honest.prompt_variance * sum(one.count**2 for one in prompts)
-    return sum(one.total - (1 + DRIFT) * one.honest for one in prompts) / math.sqrt(variance)
+    return sum(one.total - (1 + MARGIN) * one.honest for one in prompts) / math.sqrt(variance)
 
 
 def _score(
