@@ -16,7 +16,7 @@ from shoal.shardcast.file_image import FileImage
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.io import recalibration
 from shoal.trainer.io.publisher import OriginAddress
-from shoal.trainer.io.recalibration import MeasureNoise, relative_distance
+from shoal.trainer.io.recalibration import MeasureNoise, is_repeated_at, relative_distance
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.wire.proof_noise import Noise
@@ -89,6 +89,24 @@ def test_a_version_that_moved_too_far_is_announced_with_a_new_calibration(tmp_pa
     assert distances(tmp_path / "once")[2] < limit
     assert (tmp_path / "once" / "calibrated.safetensors").read_bytes() == measured[0]
     assert not (tmp_path / "once" / "calibrating").exists()
+
+
+def test_the_calibration_is_repeated_at_versions_further_and_further_apart() -> None:
+    assert [version for version in range(1025) if is_repeated_at(version)] == [16, 64, 256, 1024]
+
+
+def test_a_version_is_measured_again_though_its_weights_have_hardly_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 2)
+    coordinator = train(tmp_path / "twice", lambda _: NOISE, limit=1.0)
+    assert [told.noise is not None for told in coordinator.announced] == [False, False, True, False]
+
+    def fail(_: Path) -> Noise:
+        raise ValueError("CUDA out of memory")
+
+    coordinator = train(tmp_path / "failed", fail, limit=1.0)
+    assert [told.noise for told in coordinator.announced] == [None] * 4
 
 
 def test_training_goes_on_if_the_calibration_cannot_be_repeated(

@@ -163,7 +163,8 @@ class RunSpec(Record):
     noise: Noise | None = None
     """The calibration of honest proofs. Without it every segment is judged alone, by `tolerances`."""
     recalibrate_at: float = Field(default=RECALIBRATE_AT, ge=0)
-    """How far published weights may be from those of the calibration, relative to their norm, before it is repeated; 0: never."""
+    """How far published weights may be from those of the calibration, relative to their norm, before it is repeated. It is
+    repeated at versions 16, 64, 256, ... as well. 0: never."""
     later_noise: tuple[LaterNoise, ...] = ()
     """The calibrations that were repeated, by version. The coordinator adds them; a run begins without any."""
     admitted_weights: AdmittedWeights = AdmittedWeights()
