@@ -260,7 +260,7 @@ class KVSlots:
         self.ended_S[slots_R] = torch.where(runs_R, ended_R, self.ended_S[slots_R])
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Moves rows from slot to slot. On a GPU the slots that they leave have no running row; on a CPU nobody steps those."""
+        """Moves rows from slot to slot. On a GPU, whose step may include the slots that they leave, those have no running row then."""
         sources, targets = (upload(np.array(side), self.device) for side in zip(*moves, strict=True))
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
