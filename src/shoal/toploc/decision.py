@@ -11,7 +11,7 @@ two of tokens, each tested over the submission, its worst row and its worst unit
 count less than the same number of prompts.
 
 The mean of honest noise moves while a policy learns, and in sums over many rows a small shift is many standard deviations: sums are
-compared with a mean that is higher by MARGIN. Every lie about the computation is further off than that.
+compared with a mean that is higher by MARGIN. Weights of 8 bits are further off than that.
 
 The bound for a given rate of false alarms is extrapolated from the honest tail: each factor of ten adds the distance between
 1 in 100 and 1 in 1,000. A normal tail falls faster, so this favours honest work. Single rows and units have a longer tail: each
