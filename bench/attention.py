@@ -16,17 +16,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton
 from engine import SHAPES
 
 from shoal.model.fused import FusedLayer
-from shoal.model.kernels import decode_attention
 from shoal.model.rope import rope_table
 from shoal.model.shape import Rope, Shape
 from shoal.rollout.engine.attention_plan import AttentionPlan
 from shoal.rollout.engine.block_pool import BLOCK, blocks_for
 from shoal.rollout.engine.kv_slots import SlotField
-from shoal.rollout.engine.step_cuda import row_tables, tile_size
 
 LAYERS = 4
 """Layers whose caches are read in turn, so that none is still in the L2 cache."""
@@ -55,6 +52,8 @@ class Case:
     """Rows with their caches, and the tables that the kernels read."""
 
     def __init__(self, shape: Shape, num_rows: int, own: int) -> None:
+        from shoal.rollout.engine.step_cuda import row_tables, tile_size  # needs Triton
+
         rng = np.random.default_rng(0)
         self.shape, num_prompts = shape, -(-num_rows // 16)
         prompts = rng.integers(64, 513, num_prompts)
@@ -93,6 +92,8 @@ class Case:
         self.bytes_once = position_bytes * int(own_S.sum() + prompts.sum())
 
     def run(self) -> None:
+        from shoal.model.kernels import decode_attention  # needs Triton
+
         for layer in range(LAYERS):
             decode_attention.attend(
                 self.qkv,
@@ -107,6 +108,8 @@ class Case:
 
 @contextmanager
 def constants(settings: dict[str, int]) -> Iterator[None]:
+    from shoal.model.kernels import decode_attention  # needs Triton
+
     with ExitStack() as stack:
         for name, value in settings.items():
             if name == "MAX_REGISTERS":
@@ -129,6 +132,8 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], help="NAME=VALUE,NAME=VALUE")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s; the default is an H200's")
     options = parser.parse_args()
+    from triton.testing import do_bench  # the help needs no Triton
+
     variants = [""] + options.variant
     for name in options.shape:
         for own in options.own:
@@ -140,10 +145,7 @@ def main() -> None:
                 }
                 with constants(settings):
                     try:
-                        spent_ms = (
-                            triton.testing.do_bench(case.run, warmup=10, rep=60, return_mode="median")
-                            / LAYERS
-                        )
+                        spent_ms = do_bench(case.run, warmup=10, rep=60, return_mode="median") / LAYERS
                     except Exception as error:  # noqa: BLE001 - a variant may not compile
                         print(name, own, variant, f"failed: {str(error)[:80]}")
                         continue
