@@ -14,9 +14,8 @@ one table.
 Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
 generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
 installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md), plain (vLLM's own
-`LLM.generate`, with the drawn tokens' log-probs). After part `engine` the last two generate all of its rows, each as long as it
-was there. `apart` is short for `--parts apart`: how far two
-computations of the same rows are from each other. `--no-file` draws random weights on the device instead of reading a file, for
+`LLM.generate`, with the drawn tokens' log-probs). After part `engine`, `vllm` and `plain` generate all of its rows with the same
+numbers of tokens. `apart` is short for `--parts apart`: how far two computations of the same rows are from each other. `--no-file` draws random weights on the device instead of reading a file, for
 models that are larger than the disk; each part has weights of its own then, so it is for speed only.
 """
 

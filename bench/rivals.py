@@ -250,15 +250,13 @@ def bench_plain(
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    run([replace(request, max_new_tokens=4) for request in requests[:64]])
+    run([replace(request, max_new_tokens=4) for request in rows[:64]])
     passes = []
     for _ in range(options.repeats):
         engine.reset_prefix_cache()
-        passes.append(spend(options.device, lambda: run(requests)))
+        passes.append(spend(options.device, lambda: run(rows)))
     spent, tokens = min(passes)
-    table.rival(
-        f"plain vLLM, {len(requests)} rows", tokens, spent, "log-probs of the drawn tokens, no proofs"
-    )
+    table.rival(f"plain vLLM, {len(rows)} rows", tokens, spent, "log-probs of the drawn tokens, no proofs")
 
 
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:

@@ -28,6 +28,10 @@ def test_the_grader_is_guessed_from_the_answers(answers: list[str], grader: str)
     assert guess_grader(answers) == grader
 
 
+SUMS = ("--model", "tiny", "--data", "sums.jsonl", "--device", "cpu")
+"""Options for the file of the fixture `questions`."""
+
+
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -38,19 +42,7 @@ def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_options_alone_write_a_file_that_runs(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "init",
-        "sums.toml",
-        "--model",
-        "tiny",
-        "--data",
-        "sums.jsonl",
-        "--device",
-        "cpu",
-        "--steps",
-        "30",
-        "--yes",
-    )
+    words = ("init", "sums.toml", *SUMS, "--steps", "30", "--yes")
     assert shoal(*words) == 0
     said = capsys.readouterr().out
     assert "sums.toml: written and tried" in said and "shoal run sums.toml" in said
@@ -86,18 +78,7 @@ def test_other_columns_and_formats(questions: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_regular_expression_needs_a_pattern(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "init",
-        "r.toml",
-        "--model",
-        "tiny",
-        "--data",
-        "sums.jsonl",
-        "--device",
-        "cpu",
-        "--grader",
-        "regex",
-    )
+    words = ("init", "r.toml", *SUMS, "--grader", "regex")
     assert shoal(*words) == 2
     assert "nothing was given; use --pattern" in capsys.readouterr().err and not Path("r.toml").exists()
     assert shoal(*words, "--pattern", r"(\d+)") == 0
