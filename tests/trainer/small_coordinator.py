@@ -19,6 +19,7 @@ from shoal.net.http_server import Server, listen
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Batch, Group, Info, ProblemDetails, Recorded
+from shoal.wire.proof_noise import NoiseDoubt
 from shoal.wire.record import Record
 from shoal.wire.request import Target, verify_request
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, encode
@@ -43,6 +44,7 @@ class SmallCoordinator:
             last_version=last_version,
         )
         self.before_announce: Callable[[Announce], None] = lambda told: None
+        self.noise_doubt: NoiseDoubt | None = None
         self.url = ""
 
     @contextmanager
@@ -81,6 +83,7 @@ class SmallCoordinator:
             newest_version=max(versions, default=None),
             finished=self.spec.last_version in versions,
             server_time_s=time.time(),
+            noise_doubt=self.noise_doubt,
         )
 
     def batch(self, request: Request, body: bytes) -> Record:

@@ -14,12 +14,13 @@ from shoal.model.builtin import create_model
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.shardcast.file_image import FileImage
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.io import recalibration
+from shoal.trainer.io import publisher, recalibration
 from shoal.trainer.io.publisher import OriginAddress
-from shoal.trainer.io.recalibration import MeasureNoise, is_repeated_at, relative_distance
+from shoal.trainer.io.recalibration import MeasureNoise, next_repeat, relative_distance
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.trainer.loop import TrainerSite, run_trainer
-from shoal.wire.proof_noise import Noise
+from shoal.wire.messages import Announce
+from shoal.wire.proof_noise import Noise, NoiseDoubt
 
 ROOT = Path(__file__).parents[2]
 CONFIG = TrainerConfig(learning_rate=1e-3, row_tokens=32, rows_per_micro_batch=4)
@@ -42,10 +43,14 @@ def test_the_distance_is_relative_to_the_norm(
     assert relative_distance(diff, tmp_path / "now") == 0.0
 
 
-def train(folder: Path, measure: MeasureNoise | None, *, limit: float) -> SmallCoordinator:
-    coordinator = SmallCoordinator(last_version=3)
+def calibrated_coordinator(*, limit: float, has_rollouts: bool = True) -> SmallCoordinator:
+    coordinator = SmallCoordinator(last_version=3, has_rollouts=has_rollouts)
     noise = NOISE.model_copy(update={"compute_dtype": "float32", "temperature": 0.8})
     coordinator.spec = coordinator.spec.model_copy(update={"noise": noise, "recalibrate_at": limit})
+    return coordinator
+
+
+def run(coordinator: SmallCoordinator, folder: Path, measure: MeasureNoise | None) -> None:
     with coordinator.serving():
         site = TrainerSite(
             folder=folder,
@@ -58,6 +63,11 @@ def train(folder: Path, measure: MeasureNoise | None, *, limit: float) -> SmallC
             measure_noise=measure,
         )
         run_trainer(CONFIG, site, stop=threading.Event())
+
+
+def train(folder: Path, measure: MeasureNoise | None, *, limit: float) -> SmallCoordinator:
+    coordinator = calibrated_coordinator(limit=limit)
+    run(coordinator, folder, measure)
     return coordinator
 
 
@@ -66,7 +76,7 @@ def distances(folder: Path) -> list[float]:
     return [line["moved"] for line in lines if line["event"] == "published"]
 
 
-def test_a_version_that_moved_too_far_is_announced_with_a_new_calibration(tmp_path: Path) -> None:
+def test_a_version_that_moved_too_far_is_measured_beside_the_run(tmp_path: Path) -> None:
     measured: list[bytes] = []
 
     def measure(folder: Path) -> Noise:
@@ -79,28 +89,31 @@ def test_a_version_that_moved_too_far_is_announced_with_a_new_calibration(tmp_pa
     moved = distances(tmp_path / "never")
     assert moved == sorted(moved) and len(moved) == 3
 
-    limit = 0.99 * moved[1]
-    coordinator = train(tmp_path / "once", measure, limit=limit)
-    found = [told.noise for told in coordinator.announced]
-    assert [one is not None for one in found] == [False, False, True, False]
-    assert found[2] is not None and found[2].from_version == 2
-    assert found[2].moved == pytest.approx(moved[1], abs=1e-5) and found[2].noise.model == "measurement 1"
-    # Version 3 is compared with version 2, which the new calibration was measured with.
-    assert distances(tmp_path / "once")[2] < limit
+    coordinator = train(tmp_path / "once", measure, limit=0.99 * moved[1])
+    (later,) = [told.noise for told in coordinator.announced if told.noise is not None]
+    # Version 2 is measured while version 3 is trained, and judges the work of that.
+    assert (later.from_version, later.measured_version) == (3, 2)
+    assert later.moved == pytest.approx(moved[1], abs=1e-5) and later.noise.model == "measurement 1"
     assert (tmp_path / "once" / "calibrated.safetensors").read_bytes() == measured[0]
     assert not (tmp_path / "once" / "calibrating").exists()
 
 
 def test_the_calibration_is_repeated_at_versions_further_and_further_apart() -> None:
-    assert [version for version in range(1025) if is_repeated_at(version)] == [16, 64, 256, 1024]
+    repeats, measured = [], 0
+    for version in range(1025):
+        if version >= next_repeat(measured):
+            repeats.append(version)
+            measured = version
+    assert repeats == [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert next_repeat(5) == next_repeat(7) == 8, "a measurement at another version does not put off the next"
 
 
 def test_a_version_is_measured_again_though_its_weights_have_hardly_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recalibration, "FIRST_REPEAT", 2)
-    coordinator = train(tmp_path / "twice", lambda _: NOISE, limit=1.0)
-    assert [told.noise is not None for told in coordinator.announced] == [False, False, True, False]
+    coordinator = train(tmp_path / "once", lambda _: NOISE, limit=1.0)
+    assert [told.noise is not None for told in coordinator.announced] == [False, False, False, True]
 
     def fail(_: Path) -> Noise:
         raise ValueError("CUDA out of memory")
@@ -109,8 +122,55 @@ def test_a_version_is_measured_again_though_its_weights_have_hardly_moved(
     assert [told.noise for told in coordinator.announced] == [None] * 4
 
 
+def test_nothing_waits_for_a_measurement_and_the_next_begins_a_minute_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 1)
+    ended, begun = threading.Event(), list[Path]()
+
+    def hang(folder: Path) -> Noise:
+        begun.append(folder)
+        ended.wait(30)
+        return NOISE
+
+    coordinator = train(tmp_path / "hangs", hang, limit=1.0)
+    ended.set()
+    assert [told.noise for told in coordinator.announced] == [None] * 4 and len(begun) == 1
+    begun.clear()
+    train(tmp_path / "quick", hang, limit=1.0)
+    assert len(begun) == 1
+
+
+def test_a_run_that_waits_for_rollouts_measures_its_newest_version_and_announces_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All work of a version may be void by an old calibration: then no version comes that could bring a new one."""
+    monkeypatch.setattr(publisher, "DOUBT_POLL_S", 0.0)
+    coordinator = calibrated_coordinator(limit=1.0, has_rollouts=False)
+    coordinator.noise_doubt = NoiseDoubt(version=0, submissions=5, ratio=1.4)
+
+    def go_on(told: Announce) -> None:
+        if told.noise is not None:
+            coordinator.noise_doubt, coordinator.has_rollouts = None, True
+
+    coordinator.before_announce = go_on
+    risen = NOISE.mismatches.model_copy(
+        update={
+            "by_size": tuple(
+                one.model_copy(update={"mean": 1.4 * one.mean}) for one in NOISE.mismatches.by_size
+            )
+        }
+    )
+    run(coordinator, tmp_path, lambda _: NOISE.model_copy(update={"mismatches": risen}))
+    again = coordinator.announced[1]
+    assert again.noise is not None and (again.noise.from_version, again.noise.measured_version) == (0, 0)
+    assert [told.manifest.body.version for told in coordinator.announced] == [0, 0, 1, 2, 3]
+    assert "5 submissions of up to version 0 are void" in caplog.text
+    assert "the model's noise has risen, so the doubtful work counts against nobody" in caplog.text
+
+
 def test_training_goes_on_if_the_calibration_cannot_be_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
@@ -118,6 +178,7 @@ def test_training_goes_on_if_the_calibration_cannot_be_repeated(
         tried.append(folder)
         raise ValueError("CUDA out of memory")
 
+    monkeypatch.setattr(recalibration, "LEAST_S", 0.0)
     coordinator = train(tmp_path / "failed", fail, limit=1e-6)
     assert [told.noise for told in coordinator.announced] == [None] * 4
     assert 1 <= len(tried) < 3, "not with every version: each attempt takes a while"

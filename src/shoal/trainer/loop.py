@@ -182,7 +182,7 @@ class _TrainerRun:
             max_lag=spec.max_lag,
             temperatures={task.title: spec.sampling.of(task).temperature for task in spec.tasks},
             deadline_s=site.deadline_s,
-            while_waiting=self._publication.check,
+            while_waiting=self._while_waiting,
         )
         self._publisher = Publisher(
             VersionStore(
@@ -296,6 +296,10 @@ class _TrainerRun:
             train_passes=self._lockstep.learner.config.passes_per_token,
         )
         return self._warnings.with_warnings(report)
+
+    def _while_waiting(self) -> None:
+        if self._publication.check():
+            self._publisher.recalibrate()
 
     def _wait_for_readers(self) -> None:
         """Waits until nobody reads the weights: the publication's capture and the checkpoint's copy are complete."""
@@ -462,6 +466,7 @@ class _TrainerRun:
         """Serves the last version until its evaluation is complete: workers still fetch it."""
 
         def attempt() -> None:
+            self._publisher.recalibrate()
             if not _fetch_info(self._client, self._site).finished:
                 raise NotYet("its evaluation is not complete", FINISH_POLL_S)
 

@@ -196,12 +196,19 @@ CODES: dict[str, Meaning] = {
         "the submission is suspicious, but not certainly wrong",
         "nothing to do; more of this node's work is checked",
     ),
+    "void.recalibrating": Meaning(
+        0,
+        "the submission is further off than the calibration expects of a correct one, but the model's own noise may have risen since; "
+        "the run measures it again",
+        "nothing to do; it does not count against the node",
+    ),
 }
 
 ACCEPTED = "accepted"
 ACCUMULATED = "reject.accumulated_evidence"
 UNCERTAIN = "void.uncertain"
 UNCHECKED = "void.unchecked"
+RECALIBRATING = "void.recalibrating"
 
 
 class CorruptData(Exception):

@@ -8,7 +8,7 @@ from shoal.wire.delegation import Delegation, RelayDelegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.ledger import Rederived, TokenCounts
 from shoal.wire.manifest import Manifest
-from shoal.wire.proof_noise import LaterNoise
+from shoal.wire.proof_noise import LaterNoise, NoiseDoubt
 from shoal.wire.record import Count, Record, Sealed, Url
 from shoal.wire.requirements import Capabilities, Offer
 from shoal.wire.run_spec import RunSpec
@@ -53,6 +53,7 @@ class Info(Record):
     """Clients older than this are outdated."""
     entry_points: tuple[Url, ...] = ()
     """Other URLs of the same run."""
+    noise_doubt: NoiseDoubt | None = None  # the trainer then repeats the calibration
 
 
 class RunView(Offer):
@@ -236,6 +237,7 @@ class Claim(Record):
     """Relays that serve the version now; those of the lease may have gone offline."""
     origin: str = ""
     """Where the trainer serves its versions now, for when no relay delivers."""
+    calibrations: Count = 0  # that were repeated; a validator that knows fewer asks for the terms again
 
 
 class RelayReport(Record):

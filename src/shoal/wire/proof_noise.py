@@ -4,11 +4,15 @@ It is part of a run's public terms, so that anybody can repeat a decision. `shoa
 of this record; docs/toploc.md says how it is used.
 """
 
+from bisect import bisect_left
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from shoal.wire.record import Count, Record
+
+RISEN = 1.125
+"""Mean of a statistic, relative to the calibrated one, from which noise has risen: half of the margin of sums (toploc/decision.py)."""
 
 
 class Moments(Record):
@@ -92,6 +96,24 @@ class Noise(Record):
         """Returns whether rows of a compute class were measured; also True if the file does not tell classes apart."""
         return not self.pairs or any(pair.made_by == made_by for pair in self.pairs)
 
+    def rise_since(self, earlier: "Noise") -> dict[str, float]:
+        """Returns, for each statistic, the mean over this calibration's units as a multiple of what the earlier one expects of them."""
+        found = {}
+        for name in ("mismatches", "mantissas", "logprobs", "draws"):
+            now: Statistic | None = getattr(self, name)
+            then: Statistic | None = getattr(earlier, name)
+            if now is None or then is None:
+                continue
+            of_tokens = name in ("logprobs", "draws")
+            sizes = (self.token_sizes, earlier.token_sizes) if of_tokens else (self.sizes, earlier.sizes)
+            measured = expected = 0.0
+            for size, moments in zip(sizes[0], now.by_size, strict=True):
+                before = then.by_size[min(bisect_left(sizes[1], size), len(sizes[1]) - 1)]
+                measured += moments.segments * moments.mean
+                expected += moments.segments * before.mean
+            found[name] = measured / expected if expected else 1.0
+        return found
+
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":
         for statistic in (self.mismatches, self.mantissas):
@@ -102,13 +124,31 @@ class Noise(Record):
 
 
 class LaterNoise(Record):
-    """A calibration that was repeated during the run, because the weights had moved far from those of the one before."""
+    """A calibration that was repeated during the run, because the model has changed since the one before."""
 
     from_version: Count
     """The first version whose work it judges."""
+    measured: Count | None = None
+    """The version that it was measured with; None: `from_version`. Measuring takes as long as some versions do."""
     moved: float = Field(ge=0)
     """How far that version is from the weights of the calibration before, relative to their norm."""
     noise: Noise
+
+    @property
+    def measured_version(self) -> int:
+        """Returns the version that it was measured with."""
+        return self.from_version if self.measured is None else self.measured
+
+
+class NoiseDoubt(Record):
+    """Why the run's calibration should be repeated: recent work is further off than it expects."""
+
+    version: Count
+    """The newest version whose work was doubtful."""
+    submissions: Count
+    """Doubtful submissions since the newest calibration that could be of noise. 0: only the mean has risen."""
+    ratio: float
+    """The largest mean of a proof's statistic in doubtful work, or the recent mean of accepted work, relative to the calibrated mean."""
 
 
 def _check_statistic(statistic: Statistic, sizes: tuple[int, ...]) -> None:

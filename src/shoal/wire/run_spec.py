@@ -164,7 +164,7 @@ class RunSpec(Record):
     """The calibration of honest proofs. Without it every segment is judged alone, by `tolerances`."""
     recalibrate_at: float = Field(default=RECALIBRATE_AT, ge=0)
     """How far published weights may be from those of the calibration, relative to their norm, before it is repeated. It is
-    repeated at versions 16, 64, 256, ... as well. 0: never."""
+    repeated at versions 4, 8, 16, 32, ... and on doubt as well. 0: never."""
     later_noise: tuple[LaterNoise, ...] = ()
     """The calibrations that were repeated, by version. The coordinator adds them; a run begins without any."""
     admitted_weights: AdmittedWeights = AdmittedWeights()
@@ -185,6 +185,15 @@ class RunSpec(Record):
         """Returns the calibration that judges the work of a version."""
         later = [one.noise for one in self.later_noise if one.from_version <= version]
         return later[-1] if later else self.noise
+
+    def calibrated_at(self, version: int) -> int:
+        """Returns the first version that is judged by the same calibration as the given one; -1 for the run's first calibration."""
+        return max((one.from_version for one in self.later_noise if one.from_version <= version), default=-1)
+
+    def as_calibrated_at(self, first: int) -> "RunSpec":
+        """Returns the terms without the calibrations that came after the one which judges from version `first` on."""
+        known = tuple(one for one in self.later_noise if one.from_version <= first)
+        return self.model_copy(update={"later_noise": known})
 
     def task_specs(self) -> tuple[TaskSpec, ...]:
         """Returns the specs of all tasks, also of those that are only evaluated."""

@@ -36,6 +36,7 @@ from shoal.wire.messages import (
     Heartbeat,
     HeartbeatReply,
     History,
+    Info,
     LeaseStatus,
     OpenSession,
     Recorded,
@@ -294,6 +295,9 @@ class SmallSwarm:
             self.work(node)
 
     # -- views ------------------------------------------------------------------------------------------
+
+    def info(self) -> Info:
+        return Info.parse(self.public.get("/v1/info").raise_for_status().content)
 
     def stats(self) -> Stats:
         return Stats.parse(self.public.get("/v1/stats").raise_for_status().content)

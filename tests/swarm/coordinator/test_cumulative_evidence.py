@@ -8,28 +8,35 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from small_swarm import CONFIG, SPEC, Node, SmallSwarm
+from small_swarm import CONFIG, SPEC, Node, SmallSwarm, manifest
 
 from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.membership.accounts import ACCOUNTS
 from shoal.swarm.coordinator.rules.cumulative_evidence import (
     LIFE,
+    MOST_WAIT_S,
+    NEW_NODE,
+    PATIENCE_S,
     RATE,
     SCORE_TEST,
     TESTS,
     THRESHOLDS,
     UNCERTAIN_TEST,
     CumulativeTest,
+    NoiseWatch,
     Sums,
     convicting,
     next_baseline,
     next_sums,
     scores_of,
 )
-from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, CorruptData
+from shoal.toploc.decision import MARGIN
+from shoal.wire.codes import ACCEPTED, CODES, RECALIBRATING, UNCERTAIN, CorruptData
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
-from shoal.wire.messages import Enrol, Enrolled, NodeView, OpenSession, Session
+from shoal.wire.messages import Announce, Enrol, Enrolled, NodeView, OpenSession, Recorded, Session
+from shoal.wire.proof_noise import RISEN, LaterNoise, Noise
+from shoal.wire.record import seal
 from shoal.wire.run_spec import PROTOCOL
 
 ACCUMULATED = "reject.accumulated_evidence"
@@ -358,3 +365,161 @@ def assert_ledger_has_the_sums(swarm: SmallSwarm, nodes: list[str]) -> None:
             row = ACCOUNTS.find(tx.db, f"node {node}")
             assert row is not None
             assert json.loads(row.evidence or "{}") == replayed.evidence.sums[f"node {node}"]
+
+
+# -- the noise of the model rises ---------------------------------------------------------------------------
+
+CALIBRATION = Path(__file__).parents[3] / "runs" / "calibration" / "smollm2-135m-bf16-on-cpu.json"
+NOISE = Noise.parse(CALIBRATION.read_bytes()).model_copy(update={"compute_dtype": "float32"})
+CALIBRATED_SPEC = SPEC.model_copy(update={"noise": NOISE, "last_version": 40})
+
+
+def noisier(factor: float) -> Noise:
+    """Returns the calibration of a model whose proofs have so many times the noise."""
+    found = {}
+    for name in ("mismatches", "mantissas"):
+        statistic = getattr(NOISE, name)
+        by_size = tuple(one.model_copy(update={"mean": factor * one.mean}) for one in statistic.by_size)
+        found[name] = statistic.model_copy(update={"by_size": by_size})
+    return NOISE.model_copy(update=found)
+
+
+def seen(ratio: float, **more: float) -> dict[str, float]:
+    """Returns the evidence on proofs with so many times the noise of the calibration."""
+    of_proofs = {"mean_mismatches": 2.4 * ratio, "honest_mismatches": 2.4, "z_mismatches": 20 * (ratio - 1.2)}
+    return {"surprise_z": 0.3, "pair_measured": 1} | of_proofs | more
+
+
+def recalibrate(swarm: SmallSwarm, version: int, noise: Noise, measured: int | None = None) -> None:
+    later = LaterNoise(from_version=version, measured=measured, moved=0.0, noise=noise)
+    sealed = seal(manifest(version), swarm.run_key)
+    body = Announce(manifest=sealed, origin_url="http://127.0.0.1:9998", report=None, noise=later)
+    swarm.trainer.call("POST", "/v1/policies", body, Recorded)
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> SmallSwarm:
+    swarm = SmallSwarm(tmp_path, ROOMY, CALIBRATED_SPEC)
+    swarm.start()
+    return swarm
+
+
+@pytest.mark.parametrize(("rise", "code"), [(1.3, UNCERTAIN), (1.6, "reject.wrong_computation")])
+def test_a_run_whose_noise_rises_goes_on_and_lies_about_weights_are_still_refused(
+    calibrated: SmallSwarm, rise: float, code: str
+) -> None:
+    swarm = calibrated
+    honest = swarm.node()
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    assert swarm.info().noise_doubt is None
+    swarm.announce(1)
+    assert deliver(swarm, swarm.node(), seen(2.4), "reject.wrong_computation") == "reject.wrong_computation"
+    # More than an account allows to lose, and more than convict.
+    assert {deliver(swarm, honest, seen(rise), code) for _ in range(30)} == {RECALIBRATING}
+    doubt = swarm.info().noise_doubt
+    assert doubt is not None and (doubt.version, doubt.submissions) == (1, 30)
+    assert doubt.ratio == pytest.approx(rise)
+    assert "30 submissions of up to version 1 in doubt" in swarm.stats().waiting_for
+    recalibrate(swarm, 1, noisier(rise))
+    assert swarm.info().noise_doubt is None
+    assert swarm.info().spec.noise_of(1) == noisier(rise) and swarm.info().spec.noise_of(0) == NOISE
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(5)} == {ACCEPTED}
+    assert deliver(swarm, swarm.node(), seen(2.4), "reject.wrong_computation") == "reject.wrong_computation"
+    view = NodeView.parse(swarm.public.get(f"/v1/nodes/{honest.id}").content)
+    assert (view.trust, view.rejected, view.void) == ("trusted", 0, 30)
+    replay(swarm.ledger())
+    swarm.close()
+
+
+def test_evidence_that_a_rise_explains_is_taken_back(calibrated: SmallSwarm) -> None:
+    swarm = calibrated
+    first, second = swarm.node(), swarm.node()
+    for node in (first, second):
+        assert {deliver(swarm, node, seen(1.1, z_mismatches=3.0, z_draws=3.0)) for _ in range(4)} == {
+            ACCEPTED
+        }
+    swarm.announce(1)
+    recalibrate(swarm, 1, noisier(1.05))
+    assert "mismatches" in replay(swarm.ledger()).evidence.sums[f"node {first.id}"]
+    swarm.announce(2)
+    recalibrate(swarm, 2, noisier(1.3))
+    assert swarm.events("run.calibrated")[-1].body["risen"] == ["mismatches", "mantissas"]
+    after = replay(swarm.ledger()).evidence.sums
+    assert "mismatches" not in after[f"node {first.id}"] and after[f"node {first.id}"]["draws"] > 4
+    assert_ledger_has_the_sums(swarm, [first.id, second.id])
+    events = swarm.ledger()
+    kind = next(event for event in events if event.type == "run.calibrated")
+    kinder = kind.model_copy(update={"body": kind.body | {"risen": ["mismatches"]}})
+    with pytest.raises(CorruptData, match="takes back"):
+        replay([kinder if event.seq == kind.seq else event for event in events])
+    swarm.close()
+
+
+def test_a_calibration_that_shows_no_rise_ends_the_excuses(calibrated: SmallSwarm) -> None:
+    """A proven node begins to lie by a little: its doubtful work is void, and nothing is gained, until the noise is known."""
+    swarm = calibrated
+    liar = swarm.node()
+    assert {deliver(swarm, liar, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    swarm.announce(1)
+    assert deliver(swarm, liar, seen(1.5), "reject.wrong_computation") == RECALIBRATING
+    recalibrate(swarm, 1, NOISE)
+    assert deliver(swarm, liar, seen(1.5), "reject.wrong_computation") == "reject.wrong_computation"
+    swarm.announce(2)  # not measured yet, but another calibration was asked for in vain a moment ago
+    assert deliver(swarm, liar, seen(1.5), UNCERTAIN) == UNCERTAIN
+    assert swarm.info().noise_doubt is None
+    replay(swarm.ledger())
+    swarm.close()
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        seen(1.3) | {"pair_measured": 0},
+        seen(1.1, z_draws=9.0),
+        seen(1.2, z_mismatches=0.5, z_draws=9.0),
+        seen(1.3, replay="differs"),  # type: ignore[arg-type]
+    ],
+)
+def test_only_noisy_proofs_of_a_measured_pair_excuse_doubtful_work(evidence: dict[str, float]) -> None:
+    watch = NoiseWatch()
+    assert not watch.add(UNCERTAIN, evidence, 1, 1000.0, is_new=False)
+    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0, is_new=True)
+    assert not watch.add("reject.wrong_computation", seen(1.3), 1, 1000.0, is_new=True)
+    assert not watch.add("reject.forged_proof", seen(1.3), 1, 1000.0, is_new=False)
+    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0 + PATIENCE_S, is_new=True)
+    assert not watch.add(UNCERTAIN, seen(1.3), 1, 1001.0 + PATIENCE_S, is_new=True)
+
+
+def test_doubtful_work_all_the_time_asks_for_few_calibrations() -> None:
+    """A stranger sends doubtful work with every version, every second for a day; each calibration comes at once and shows no rise."""
+    watch, asked_s, excused = NoiseWatch(), list[float](), 0
+    for second in range(86_400):
+        now_s, version = 1e9 + second, second // 5
+        excused += watch.add(UNCERTAIN, seen(1.3), version, now_s, is_new=True)
+        if watch.asks(now_s):
+            asked_s.append(now_s)
+            watch.calibrated(version, now_s, risen=False)
+    assert len(asked_s) < 35 and excused == len(asked_s)
+    pauses = np.diff(asked_s)
+    assert pauses[0] >= 60 and pauses[-1] >= MOST_WAIT_S
+
+
+def test_drift_below_the_margin_asks_for_a_calibration_before_work_is_void() -> None:
+    watch = NoiseWatch()
+    for number in range(100):
+        watch.add(ACCEPTED, seen(1 + number / 500), 1, 1000.0, is_new=False)
+        if watch.asks(1000.0):
+            break
+    assert 1 + number / 500 < 1.2 and not watch.doubts
+    watch.calibrated(1, 1000.0, risen=True)
+    for _ in range(20):
+        watch.add(ACCEPTED, seen(1.2), 2, 1001.0, is_new=True)
+    assert not watch.asks(2000.0), "new nodes do not move the mean"
+
+
+def test_a_rise_is_half_of_the_margin_of_sums() -> None:
+    assert 1 + MARGIN / 2 == RISEN
+    assert noisier(1.3).rise_since(NOISE)["mismatches"] == pytest.approx(1.3)
+    assert NOISE.rise_since(NOISE) == dict.fromkeys(
+        ("mismatches", "mantissas", "logprobs", "draws"), pytest.approx(1.0)
+    )

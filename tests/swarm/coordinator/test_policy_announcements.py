@@ -62,6 +62,7 @@ def test_a_calibration_that_was_repeated_is_in_the_ledger_and_judges_from_its_ve
     first = announcement(seal(manifest(1), swarm.run_key))
     for wrong in (
         later.model_copy(update={"from_version": 0}),
+        later.model_copy(update={"measured": 2}),
         later.model_copy(update={"noise": NOISE.model_copy(update={"temperature": 0.6})}),
         later.model_copy(update={"noise": NOISE.model_copy(update={"compute_dtype": "bfloat16"})}),
     ):
@@ -71,6 +72,7 @@ def test_a_calibration_that_was_repeated_is_in_the_ledger_and_judges_from_its_ve
         swarm.trainer.call("POST", "/v1/policies", first.model_copy(update={"noise": later}), Recorded)
     swarm.announce(2)
     (event,) = swarm.events("run.calibrated")
+    assert (event.body.pop("rises"), event.body.pop("risen")) == ({}, []), "there was no calibration before"
     assert LaterNoise.parse(json.dumps(event.body)) == later
     swarm.reopen()
     spec = Info.parse(swarm.public.get("/v1/info").content).spec

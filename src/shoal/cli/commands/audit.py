@@ -403,9 +403,13 @@ def repeat_verdict(
         data = source.read_object(claim.sha256)
     except ValueError:
         return f"the stored file is not {claim.sha256}"
+    # The calibration may have been repeated since.
+    spec = source.spec.as_calibrated_at(
+        int(verdict.body["evidence"].get("calibrated_at", claim.policy_version))
+    )
     try:
         again = judge(
-            data, claim, source.spec, source.policy(claim), reader=reader, control_seed=secrets.randbits(64)
+            data, claim, spec, source.policy(claim), reader=reader, control_seed=secrets.randbits(64)
         )
     except CannotCheck as error:
         return f"cannot be checked: {error}"

@@ -330,6 +330,14 @@ def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
         )
 
 
+_CALIBRATIONS = Statement(select(func.count()).select_from(calibrations))
+
+
+def count_calibrations(db: Connection) -> int:
+    """Returns how many calibrations were repeated."""
+    return int(_CALIBRATIONS.value(db))
+
+
 def spec_now(db: Connection, spec: RunSpec) -> RunSpec:
     """Returns the run's terms with the calibrations that were repeated."""
     bodies = db.execute(select(calibrations.c.body).order_by(calibrations.c.from_version)).scalars()

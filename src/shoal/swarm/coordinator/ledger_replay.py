@@ -5,6 +5,7 @@ trust without a reason, a second end of a lease, a group trained on twice, a sec
 the draw required but that was not made, credit for another node, or a conviction or a mean that the recorded numbers do not give.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     RunEvidence,
     Sums,
     new_scores,
+    risen_statistics,
     scores_of,
 )
 from shoal.swarm.coordinator.rules.trust import (
@@ -43,8 +45,9 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
+from shoal.wire.codes import ACCEPTED, ACCUMULATED, RECALIBRATING, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
+from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.seeded_draw import lease_seed
 
 _TRUST_EVENTS = {f"node.{trust.value}": trust for trust in Trust}
@@ -72,6 +75,8 @@ class ReplayedLedger:
     evidence: RunEvidence = field(default_factory=RunEvidence)
     uncertain: dict[tuple[str, int], list[Sums]] = field(default_factory=dict)
     """The scores of work that was void.uncertain, by its unit and the version that made it."""
+    noise: Noise | None = None
+    """The newest calibration."""
     evaluated: set[str] = field(default_factory=set)
     """Labels of the held-out evaluations."""
     max_new_tokens: dict[str, int] = field(default_factory=dict)
@@ -141,6 +146,8 @@ class ReplayedLedger:
     def _opened(self, body: dict[str, Any]) -> None:
         self.terms = body.get("terms", {})
         spec = body.get("spec", {})
+        if self.noise is None and spec.get("noise"):
+            self.noise = Noise.parse(json.dumps(spec["noise"]))
         self.max_lag, self.last_version = spec.get("max_lag"), spec.get("last_version")
         self.admitted_weights = spec.get("admitted_weights", {})
         tasks = [spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", [])
@@ -165,6 +172,18 @@ class ReplayedLedger:
         if body["version"] != self.newest_version + 1:
             raise self._corrupt(f"version {body['version']} is published after version {self.newest_version}")
         self.newest_version = body["version"]
+
+    def _calibrated(self, body: dict[str, Any]) -> None:
+        told = body.get("risen")
+        later = LaterNoise.parse(json.dumps({name: body[name] for name in body.keys() - {"rises", "risen"}}))
+        risen = risen_statistics({} if self.noise is None else later.noise.rise_since(self.noise))
+        if told is not None:  # ledgers of earlier releases took nothing back
+            if set(told) != set(risen):
+                raise self._corrupt(
+                    f"the calibration from version {later.from_version} on takes back {told}, its means give {list(risen)}"
+                )
+            self.evidence.calibrated(later.measured_version, self.time_s, risen)
+        self.noise = later.noise
 
     def _finished(self, body: dict[str, Any]) -> None:
         self.finished_version = body["version"]
@@ -280,7 +299,9 @@ class ReplayedLedger:
         is_new = node.accepted < NEW_NODE
         code = UNCERTAIN if is_new and given == ACCEPTED and self.evidence.doubt(scores) else given
         earlier = self.uncertain.get(work, [])
-        if new := new_scores(scores, earlier):
+        if self.evidence.watch.add(given, body["evidence"], work[1], self.time_s, is_new=is_new):
+            code = RECALIBRATING
+        elif new := new_scores(scores, earlier):
             # The prefixes keep apart a key that is a node and an owner.
             keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
             code = ACCUMULATED if self.evidence.add(keys, new, is_new=is_new) is not None else code
@@ -435,6 +456,7 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "epoch.committed": lambda ledger, body: ledger.secrets.commit(body, ledger.seq),
     "epoch.revealed": lambda ledger, body: ledger.secrets.reveal(body, ledger.seq),
     "policy.published": ReplayedLedger._published,
+    "run.calibrated": ReplayedLedger._calibrated,
     "lease.issued": ReplayedLedger._issued,
     "submission.received": ReplayedLedger._received,
     "lease.void": ReplayedLedger._voided,

@@ -328,8 +328,13 @@ class Validator:
         waiting = list(submissions)
         _, first = submissions[0]
         known = self._info.newest_version
-        if known is None or first.policy_version > known:
-            self._info = self._ask_info()  # a new version may have a new calibration
+        calibrations = len(self._info.spec.later_noise)
+        if (
+            known is None
+            or first.policy_version > known
+            or any(claim.calibrations > calibrations for _, claim in submissions)
+        ):
+            self._info = self._ask_info()  # the calibration may have been repeated
         try:
             policy = self.versions.get(first.policy_version, first.lease, first.relays, first.origin)
             for found in judge_many(

@@ -409,7 +409,7 @@ def evidence(
     scores: Sequence[Score] = (),
 ) -> dict[str, float | int | str]:
     """Returns the numbers behind a verdict, which the ledger keeps. `z_NAME` are the standard scores over all rows, which the
-    coordinator adds up over a node's life."""
+    coordinator adds up over a node's life; `mean_NAME` and `honest_NAME` are the means over all rows, here and in the calibration."""
     segments = [segment for fact in facts for segment in fact.segments]
     mismatches, _ = _mismatches(facts)
     misses, _ = _draw_misses(facts, tolerances)
@@ -428,4 +428,11 @@ def evidence(
         "surprise_z": surprise_z(facts),
         "logprob_gap_max": max(logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)),
     }
-    return numbers | {f"z_{one.statistic}": one.standard for one in scores if one.standard is not None}
+    for one in scores:
+        if one.standard is not None:
+            numbers |= {
+                f"z_{one.statistic}": one.standard,
+                f"mean_{one.statistic}": float(f"{one.mean:.5g}"),
+                f"honest_{one.statistic}": float(f"{one.honest_mean:.5g}"),
+            }
+    return numbers

@@ -179,9 +179,12 @@ def _noise_for(
     made_by, checked_by = table.made_by, str(policy.compute_class())
     of_all = spec.noise_of(claim.policy_version)
     noise = (of_all and of_all.of_pair(made_by, checked_by)) or of_all
-    if not made_by:
-        return noise, {}
-    return noise, {"made_by": made_by, "checked_by": checked_by, "pair_measured": int(noise is not of_all)}
+    about: dict[str, float | int | str] = {}
+    if of_all is not None:
+        about["calibrated_at"] = spec.calibrated_at(claim.policy_version)
+    if made_by:
+        about |= {"made_by": made_by, "checked_by": checked_by, "pair_measured": int(noise is not of_all)}
+    return noise, about
 
 
 def _is_known(table: RolloutTable, claim: Claim, spec: RunSpec) -> bool:

@@ -11,6 +11,7 @@ follows reads and writes host memory and files with numpy, zstd and BLAKE3, whic
 
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from shoal.files import DiskFull, explain_full_disk
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.plain_folder import link_newest
 from shoal.model.weights import save_tensors
-from shoal.net.http_client import Refused, SignedClient
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.http_server import listen
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
@@ -40,11 +41,14 @@ from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.wire.keys import Key
 from shoal.wire.ledger import Rederived
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
-from shoal.wire.messages import Announce, Recorded, StepReport
+from shoal.wire.messages import Announce, Info, Recorded, StepReport
+from shoal.wire.proof_noise import LaterNoise, NoiseDoubt
 from shoal.wire.record import Sealed
 
 EXIT_TIMEOUT_S = 5.0
 """How long a process that exits waits for a publication. The next process repeats it."""
+DOUBT_POLL_S = 3.0
+"""How often a trainer asks whether work is in doubt."""
 DISK_REMEDY = (
     "free some space there or use a larger disk, then start the trainer again: it continues where it was"
 )
@@ -102,6 +106,7 @@ class Publisher:
         self._archive = VersionArchive(store.folder.parent / "archive") if settings.archive else None
         self._diff: WeightsDiff | None = None
         """Holds the file of the newest version; None until a version is written or opened."""
+        self._doubt_asked_s = float("-inf")
         self._server = RelayServer(
             store, listen(address.host, address.port), log=log, private=address.private
         )
@@ -249,12 +254,56 @@ class Publisher:
     ) -> float | None:
         """Announces a version to the coordinator, which accepts the same version again after a crash.
 
-        Returns how far its weights are from those of the calibration; None if the run has none. A new calibration comes first,
-        because validators need it for the first work of the version.
+        Returns how far its weights are from those of the calibration; None if the run has none. A calibration that was repeated
+        meanwhile is announced with it.
         """
         version, moved, later = manifest.body.version, None, None
         if self._recalibration is not None:
-            moved, later = self._recalibration.before_announcement(version, self.diff)
+            doubt = self._ask_doubt() if version and self._recalibration.repeats else None
+            moved, later = self._recalibration.before_announcement(version, self.diff, doubt)
+        self._send(manifest, report, rederived, later)
+        self._log.info(
+            "version announced",
+            version=version,
+            bytes=manifest.body.payload_bytes,
+            bytes_since_last=manifest.body.follow_bytes,
+            origin=self.origin_url,
+        )
+        return moved
+
+    def recalibrate(self) -> None:
+        """Measures the newest version if work of it is in doubt, and announces it again with the new calibration.
+
+        Called while the run waits for rollouts, which may all be void by the old calibration. Nothing may be publishing.
+        """
+        version, recalibration = self.newest, self._recalibration
+        if recalibration is None or version is None or not recalibration.repeats:
+            return
+        later, manifest = recalibration.take(version), self.manifest(version)
+        if later is not None and manifest is not None:
+            self._send(manifest, None, None, later)
+        elif (doubt := self._ask_doubt()) is not None:
+            recalibration.measure_if_due(version, self.diff, doubt)
+
+    def _ask_doubt(self) -> NoiseDoubt | None:
+        """Asks the coordinator, every few seconds at most, whether work is in doubt because of the calibration."""
+        if time.monotonic() < self._doubt_asked_s + DOUBT_POLL_S:
+            return None
+        self._doubt_asked_s = time.monotonic()
+        try:
+            return self._client.call("GET", "/v1/info", None, Info).noise_doubt
+        except (Refused, Unreachable):
+            return None  # asked again soon
+
+    def _send(
+        self,
+        manifest: Sealed[Manifest],
+        report: StepReport | None,
+        rederived: Rederived | None,
+        later: LaterNoise | None,
+    ) -> None:
+        """Announces a version; `later` is a new calibration that judges its work."""
+        version = manifest.body.version
         body = Announce(
             manifest=manifest,
             origin_url=self.origin_url,
@@ -278,16 +327,8 @@ class Publisher:
                 f"the coordinator has another version {version} than this trainer made ({refused.problem.detail}); "
                 "resume with the trainer folder that announced it, or start a new run"
             ) from None
-        self._log.info(
-            "version announced",
-            version=version,
-            bytes=manifest.body.payload_bytes,
-            bytes_since_last=manifest.body.follow_bytes,
-            origin=self.origin_url,
-        )
         if self._recalibration is not None:
             self._recalibration.announced(later)
-        return moved
 
 
 class BackgroundPublication:
@@ -318,10 +359,12 @@ class BackgroundPublication:
 
         self._task = BackgroundTask(f"publish-{version}", work)
 
-    def check(self) -> None:
-        """Raises the error of a publication that has failed. Called during waits that such a publication would end."""
+    def check(self) -> bool:
+        """Raises the error of a publication that has failed; returns whether none is in progress. Called during waits that a
+        publication which failed would end."""
         if self._task is not None and self._task.done:
             self._task.result()
+        return self._task is None or self._task.done
 
     def wait_for_capture(self, deadline_s: float) -> None:
         """Waits until the weights may change: the version's changes are in host memory."""

@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent
 from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, run, submissions, uploads
 from shoal.swarm.coordinator.store.statements import Statement, given
-from shoal.wire.codes import UNCERTAIN, UNCHECKED, Rejected
+from shoal.wire.codes import RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
 
 OWED = (
@@ -32,6 +32,7 @@ OWED = (
     "void.infra",
     UNCERTAIN,
     UNCHECKED,
+    RECALIBRATING,
 )
 """Codes of ends after which a node owes the work of the lease: everything but a verdict on it and an action of the operator. A node
 could otherwise get another seed by choosing how its lease ends."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, case, or_, select
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.context import Coordinator, Transaction, count_calibrations, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
@@ -27,7 +27,7 @@ from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
 from shoal.swarm.coordinator.store.schema import leases, nodes, submissions, uploads, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, UNCERTAIN, UNCHECKED, Rejected
+from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -191,7 +191,13 @@ def _serving(tx: Transaction, coordinator: Coordinator, version: int) -> tuple[s
 def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
     claim = _make_claim(row, checks=row.checks, until_s=until_s)
     serves = _serving(tx, coordinator, row.policy_version)
-    return claim.model_copy(update={"relays": serves, "origin": relays.origin_url(tx.db)})
+    return claim.model_copy(
+        update={
+            "relays": serves,
+            "origin": relays.origin_url(tx.db),
+            "calibrations": count_calibrations(tx.db),
+        }
+    )
 
 
 def _make_claim(row: Row[Any], *, checks: Checks, until_s: float) -> Claim:
@@ -265,7 +271,7 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         (ACCUMULATED, ACCEPTED),
         (ACCUMULATED, UNCERTAIN),
         (UNCERTAIN, ACCEPTED),
-    }
+    } or earlier == RECALIBRATING
     if earlier is not None and earlier != verdict.code and not changed:
         raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
     # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
@@ -323,12 +329,15 @@ def _apply(
     """
     node = get_node(tx.db, lease.node)
     earlier = _earlier_scores(tx, lease, submission)
-    found = accounts.add_evidence(tx, coordinator, node, verdict, earlier=earlier)
-    if found.convicted is not None or found.doubtful is not None:
+    found = accounts.add_evidence(
+        tx, coordinator, node, verdict, version=submission.policy_version, earlier=earlier
+    )
+    if reason := found.excused or found.convicted or found.doubtful:
+        convicted = ACCUMULATED if found.convicted is not None else UNCERTAIN
         verdict = Verdict(
             lease_id=lease.lease_id,
-            code=ACCUMULATED if found.convicted is not None else UNCERTAIN,
-            detail=found.convicted or found.doubtful or "",
+            code=RECALIBRATING if found.excused is not None else convicted,
+            detail=reason,
             evidence=verdict.evidence | {GIVEN_CODE: verdict.code},
             checks=verdict.checks,
         )

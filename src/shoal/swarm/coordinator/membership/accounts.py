@@ -6,14 +6,14 @@ a lease, so they survive a restart, and coordinators that share a database share
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, select
+from sqlalchemy import Connection, Row, delete, func, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules import cumulative_evidence
-from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, RunEvidence, Sums
+from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, NoiseWatch, RunEvidence, Sums
 from shoal.swarm.coordinator.rules.lease_account import (
     NETWORK,
     NODE,
@@ -45,6 +45,8 @@ RUN = "run"
 """Name of the row with the run's baseline."""
 NEW_NODES = "new nodes"
 """Name of the row with the evidence about all new nodes."""
+NOISE = "noise"
+"""Name of the row with what is known about the noise since the newest calibration."""
 
 _COUNT = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
 # Submitted ones too, until their verdict: new keys could otherwise submit junk faster than validators reject it.
@@ -183,15 +185,25 @@ class EvidenceFinding:
     """Why its node or owner is convicted; the sums begin at 0 again."""
     doubtful: str | None = None
     """Why the accepted work of a new node is uncertain."""
+    excused: str | None = None
+    """Why doubtful work does not count: the calibration may be old."""
 
 
 def add_evidence(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, *, earlier: Sequence[Sums]
+    tx: Transaction,
+    coordinator: Coordinator,
+    node: Row[Any],
+    verdict: Verdict,
+    *,
+    version: int,
+    earlier: Sequence[Sums],
 ) -> EvidenceFinding:
-    """Adds the scores of a verdict to the evidence about the node, its owner and all new nodes.
+    """Adds the scores of a verdict on work of a version to the evidence about the node, its owner and all new nodes.
 
     `earlier`: the scores of the same work, as often as it was uncertain before; only what is new is added.
     """
+    if (excused := _watch_noise(tx, coordinator, node, verdict, version)) is not None:
+        return EvidenceFinding(excused=excused)
     scores = cumulative_evidence.scores_of(verdict.code, verdict.evidence)
     if not scores:
         return EvidenceFinding()
@@ -221,6 +233,51 @@ def add_evidence(
         f"{found.statistic}: the scores of {found.key[:22]} add up to {found.sum:.1f} above honest work, at most "
         f"{THRESHOLDS[found.statistic]:.1f}"
     )
+
+
+def _watch_noise(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, version: int
+) -> str | None:
+    """Notes how far a submission is from the calibration. Returns why it does not count, if it may be the model's noise."""
+    ratio = cumulative_evidence.noise_ratio(verdict.evidence)
+    if ratio is None:
+        return None
+    row = _find(tx, coordinator, NOISE, NODE)
+    watch = _parse_watch(row.evidence)
+    is_new = node.accepted < cumulative_evidence.NEW_NODE
+    excused = watch.add(verdict.code, verdict.evidence, version, tx.now_s, is_new=is_new)
+    if (dumped := json.dumps(asdict(watch))) != row.evidence:
+        _store(tx, row, row.account, dumped)
+    if not excused:
+        return None
+    return (
+        f"the noise of its proofs is {ratio:.2f} times that of the calibration, and version {version} has not been measured; "
+        f"the run measures it again [{verdict.code}: {verdict.detail}]"
+    )
+
+
+def noise_watch(db: Connection) -> NoiseWatch:
+    """Returns what is known about the noise since the newest calibration."""
+    row = ACCOUNTS.find(db, NOISE)
+    return _parse_watch("" if row is None else row.evidence)
+
+
+def note_calibration(tx: Transaction, coordinator: Coordinator, measured: int, risen: Sequence[str]) -> None:
+    """Begins to watch the noise by a new calibration. If that shows a rise, evidence and losses that the rise explains are taken back."""
+    row = _find(tx, coordinator, NOISE, NODE)
+    watch = _parse_watch(row.evidence)
+    watch.calibrated(measured, tx.now_s, risen=bool(risen))
+    _store(tx, row, row.account, json.dumps(asdict(watch)))
+    if not risen:
+        return
+    rows = tx.db.execute(select(accounts.c.name, accounts.c.evidence).where(accounts.c.name != NOISE)).all()
+    for name, text in rows:
+        tx.update(ACCOUNTS, name, evidence=_dump(cumulative_evidence.without_risen(_parse(text), risen)))
+    tx.write(update(accounts).where(accounts.c.name.like("node %")).values(lost=0.0))
+
+
+def _parse_watch(text: str) -> NoiseWatch:
+    return NoiseWatch(**json.loads(text)) if text else NoiseWatch()
 
 
 def _parse(text: str) -> Sums:

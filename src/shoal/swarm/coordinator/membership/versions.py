@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version, spec_now
 from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
+from shoal.swarm.coordinator.membership import accounts
+from shoal.swarm.coordinator.rules.cumulative_evidence import risen_statistics
 from shoal.swarm.coordinator.store.schema import calibrations, policies
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
@@ -34,6 +36,8 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
                 .where(policies.c.version == manifest.version)
                 .values(origin_url=told.origin_url)
             )
+        if told.noise is not None and _is_new_calibration(tx.db, told.noise, manifest.version):
+            _calibrate(tx, coordinator, told.noise, manifest.version)
         if told.rederived is not None and told.rederived.differing_words:
             tx.record("policy.rederived", version=manifest.version, **told.rederived.model_dump())
         return Recorded(seq=found.seq)
@@ -73,15 +77,27 @@ def origin(db: Connection) -> Origin:
     return Origin(url=row.origin_url)
 
 
-def _calibrate(tx: Transaction, spec: RunSpec, later: LaterNoise, version: int) -> None:
-    """Records a calibration that judges the work of `version`, which is being published, and of later versions.
+def _is_new_calibration(db: Connection, later: LaterNoise, version: int) -> bool:
+    """Returns whether a calibration for a version that is published already must be recorded: work of it may stand in doubt."""
+    known = db.execute(select(func.max(calibrations.c.from_version))).scalar_one()
+    return version == newest_version(db) and (known is None or known < later.from_version)
 
-    No work of that version exists yet, so the same calibration judges all of it, here and in every audit.
+
+def _calibrate(tx: Transaction, coordinator: Coordinator, later: LaterNoise, version: int) -> None:
+    """Records a calibration that judges work of `version`, the newest, and of later versions from now on.
+
+    Evidence names the calibration that it was judged by, so audits repeat earlier verdicts with the earlier one.
     """
+    spec = spec_now(tx.db, coordinator.spec)
     if later.from_version != version:
         raise Rejected(
             "request.malformed",
             f"the calibration is from version {later.from_version} on, the manifest is of {version}",
+        )
+    if later.measured_version > version:
+        raise Rejected(
+            "request.malformed",
+            f"the calibration was measured with version {later.measured_version}, the manifest is of {version}",
         )
     try:
         RunSpec.model_validate(spec.model_dump() | {"later_noise": (later.model_dump(),)})
@@ -89,7 +105,12 @@ def _calibrate(tx: Transaction, spec: RunSpec, later: LaterNoise, version: int) 
         raise Rejected(
             "request.malformed", f"the calibration does not fit the run's terms: {error}"
         ) from None
-    tx.record("run.calibrated", **later.model_dump(mode="json"))
+    before = spec.noise_of(version)
+    rises = {} if before is None else later.noise.rise_since(before)
+    risen = risen_statistics(rises)
+    rounded = {name: round(rise, 4) for name, rise in rises.items()}
+    tx.record("run.calibrated", **later.model_dump(mode="json"), rises=rounded, risen=list(risen))
+    accounts.note_calibration(tx, coordinator, later.measured_version, risen)
     tx.write(insert(calibrations).values(from_version=version, body=later.model_dump_json()))
 
 
@@ -128,7 +149,7 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
         )
     )
     if told.noise is not None:
-        _calibrate(tx, coordinator.spec, told.noise, manifest.version)
+        _calibrate(tx, coordinator, told.noise, manifest.version)
     batches.retire_stale(tx, manifest.version, coordinator.spec.max_lag)
     lifecycle.void_stale(tx, coordinator, manifest.version)
     if evaluations.plan_evaluation(tx, coordinator, manifest.version):

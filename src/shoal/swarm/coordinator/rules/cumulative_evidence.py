@@ -34,6 +34,9 @@ more above the baseline. Such work is not trained on and costs no trust beyond t
 Submissions that are void.uncertain have a test of their own with scores 1 and 0. Of honest work at most UNCERTAIN_RATE may be uncertain
 (measured: 13 of 12,288). Seven in a row convict. Submissions that were decoded again have another such test, in which the others do not
 count: of a node that always uses old weights only the replayed share is uncertain, so the first test would never convict it.
+
+The noise of correct work may rise above the calibration while a model learns. `NoiseWatch` says when the run should measure it again,
+and which work does not count until then. What a new calibration explains is taken back from all sums.
 """
 
 import math
@@ -42,6 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shoal.wire.codes import ACCEPTED, UNCERTAIN
+from shoal.wire.proof_noise import RISEN
 
 LIFE = 10_000
 RATE = 1e-5
@@ -169,6 +173,16 @@ class RunEvidence:
     baseline: Sums = field(default_factory=dict)
     new_nodes: Sums = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
+    watch: "NoiseWatch" = field(default_factory=lambda: NoiseWatch())
+
+    def calibrated(self, measured: int, now_s: float, risen: Sequence[str]) -> None:
+        """Begins to watch the noise by a new calibration, and takes back what the rise of these statistics explains."""
+        self.watch.calibrated(measured, now_s, risen=bool(risen))
+        self.baseline, self.new_nodes = (
+            without_risen(self.baseline, risen),
+            without_risen(self.new_nodes, risen),
+        )
+        self.sums = {key: without_risen(sums, risen) for key, sums in self.sums.items()}
 
     def doubt(self, scores: Mapping[str, float]) -> str | None:
         """Returns the statistic in which the work of a new node is doubtful; None if it is not."""
@@ -194,6 +208,115 @@ class RunEvidence:
             # A bound lets the doubt end when the false work does.
             self.new_nodes = {name: min(value, 2 * THRESHOLDS[name]) for name, value in after.items()}
         return found
+
+
+# -- the noise of honest work may have risen -----------------------------------------------------------------
+
+MOST_NOISE = 2.0
+"""Means beyond this are no noise that a few versions bring: refusals stay refusals. int8 weights are at 2.4 in a model of 0.5B."""
+LEAST_WAIT_S, MOST_WAIT_S = 60.0, 3600.0
+"""Time after a calibration that was asked for in vain before the next may be. It doubles each time."""
+PATIENCE_S = 300.0
+"""Longest time from the first doubt to the new calibration during which doubtful work does not count."""
+DRIFT_STEP = 1 / 8
+"""Weight of a submission in the recent mean of accepted work."""
+MIN_ACCEPTED = 8
+"""Accepted submissions of one calibration without which their mean says nothing."""
+LEAST_MEANS = {"mismatches": 0.5, "mantissas": 0.05}
+"""Statistics of proofs, and the least mean that another is compared with: in float32 the calibrated mean is nearly 0."""
+EXCUSABLE = (UNCERTAIN, "reject.wrong_computation", "reject.wrong_sampling", "reject.wrong_logprobs")
+
+
+def noise_ratio(evidence: Mapping[str, Any]) -> float | None:
+    """Returns the largest mean of a proof's statistic relative to the calibrated mean; None without a calibration of this pair."""
+    found = [
+        mean / max(honest, least)
+        for name, least in LEAST_MEANS.items()
+        if (mean := _number(evidence.get(f"mean_{name}"))) is not None
+        and (honest := _number(evidence.get(f"honest_{name}"))) is not None
+    ]
+    return max(found) if found and evidence.get("pair_measured") == 1 else None
+
+
+def _proofs_are_off(evidence: Mapping[str, Any]) -> bool:
+    """Returns whether the proofs of a submission are further off than chance explains. Chosen tokens leave them as they are."""
+    return any((_number(evidence.get(f"z_{name}")) or 0.0) >= DOUBTFUL for name in LEAST_MEANS)
+
+
+@dataclass(slots=True)
+class NoiseWatch:
+    """Watches whether the noise of work has risen above the calibration, and asks for another one.
+
+    Only rows of the run's own machines enter a calibration, so no submission can raise it. Until it comes, work that the noise could
+    explain does not count: it is not trained on, earns nothing, and is no evidence. That ends after PATIENCE_S. If the calibration does
+    not show a rise, the next doubt waits, twice as long each time, so that a liar cannot ask again and again.
+    """
+
+    measured: int = -1
+    """The version that the newest calibration was measured with; -1: the model of the run file."""
+    calibrated_s: float = 0.0
+    wait_s: float = 0.0
+    doubted_s: float = 0.0
+    """Time of the first doubt since the newest calibration; 0: none."""
+    doubts: int = 0
+    version: int = -1
+    """The newest version whose work was doubtful."""
+    ratio: float = 0.0
+    """The largest `noise_ratio` of doubtful work."""
+    accepted: int = 0
+    mean: float = 1.0
+    """Recent mean of the ratios of accepted work of nodes that are not new."""
+
+    def add(
+        self, code: str, evidence: Mapping[str, Any], version: int, now_s: float, *, is_new: bool
+    ) -> bool:
+        """Adds a verdict on work of a version. Returns whether the work does not count because its noise may be the model's.
+
+        A refusal is excused only for nodes that are not new, and only below MOST_NOISE. Work of a version that was measured is not.
+        """
+        ratio = noise_ratio(evidence)
+        if ratio is None or version <= self.measured:
+            return False
+        if code == ACCEPTED and not is_new:
+            self.accepted += 1
+            self.mean += max(DRIFT_STEP, 1 / self.accepted) * (min(ratio, MOST_NOISE) - self.mean)
+        if code not in EXCUSABLE or ratio < RISEN or not _proofs_are_off(evidence):
+            return False
+        if code != UNCERTAIN and (is_new or ratio >= MOST_NOISE):
+            return False
+        if evidence.get(REPLAY) == "differs" or now_s < self.calibrated_s + self.wait_s:
+            return False
+        self.doubted_s = self.doubted_s or now_s
+        if now_s > self.doubted_s + PATIENCE_S:
+            return False
+        self.doubts += 1
+        self.version, self.ratio = max(self.version, version), max(self.ratio, ratio)
+        return True
+
+    def calibrated(self, measured: int, now_s: float, *, risen: bool) -> None:
+        """Forgets what was noted before a new calibration, which shows that the noise has risen or that it has not."""
+        in_vain = bool(self.doubts) and not risen
+        wait_s = min(max(2 * self.wait_s, LEAST_WAIT_S), MOST_WAIT_S) if in_vain else self.wait_s
+        self.measured, self.calibrated_s, self.wait_s = measured, now_s, LEAST_WAIT_S if risen else wait_s
+        self.doubted_s, self.doubts, self.version, self.ratio = 0.0, 0, -1, 0.0
+        self.accepted, self.mean = 0, 1.0
+
+    def asks(self, now_s: float) -> bool:
+        """Returns whether the calibration should be repeated now."""
+        if now_s < self.calibrated_s + self.wait_s:
+            return False
+        return bool(self.doubts) or (self.accepted >= MIN_ACCEPTED and self.mean > RISEN)
+
+
+def risen_statistics(rises: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns the statistics whose noise has risen, by `Noise.rise_since` of a new calibration."""
+    return tuple(name for name, rise in rises.items() if rise > RISEN)
+
+
+def without_risen(sums: Sums, risen: Sequence[str]) -> Sums:
+    """Returns the sums without those of statistics whose noise has risen; then uncertain work is no evidence either."""
+    gone = {*risen, "uncertain"} if risen else set()
+    return {name: value for name, value in sums.items() if name not in gone}
 
 
 def _number(value: Any) -> float | None:

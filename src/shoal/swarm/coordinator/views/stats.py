@@ -21,7 +21,7 @@ from shoal.swarm.coordinator.leases.batches import (
     is_formed,
     share_unparseable,
 )
-from shoal.swarm.coordinator.membership import relays
+from shoal.swarm.coordinator.membership import accounts, relays
 from shoal.swarm.coordinator.rules.credit import held_since_s
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
 from shoal.swarm.coordinator.rules.node_status import LATE_AFTER, Liveness, liveness
@@ -43,6 +43,7 @@ from shoal.wire.messages import (
     Stats,
     StepReport,
 )
+from shoal.wire.proof_noise import NoiseDoubt
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
@@ -80,6 +81,8 @@ class Situation:
     """True if the batch of the newest version is formed."""
     dropped_groups: int = 0
     """Groups without signal that were accepted since the last batch."""
+    noise_doubt: NoiseDoubt | None = None
+    """Why the calibration may be old."""
     eval_chunks: tuple[int, int] | None
     """Accepted chunks and all chunks of the newest version's evaluation."""
 
@@ -127,11 +130,21 @@ def _work_reason(now: Situation) -> str:
         held = f"; {_count(now.held_groups, 'group')} held until checked" if now.held_groups else ""
         unchecked = now.queued_checks + now.running_checks
         checks = f"; {_count(unchecked, 'submission')} at the validator" if unchecked else ""
-        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{checks}{dropped}{held}"
+        doubt = _doubt(now.noise_doubt)
+        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{checks}{dropped}{held}{doubt}"
     if not now.eval_workers:
         return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
     done, total = now.eval_chunks or (0, 0)
     return f"the evaluation of version {now.newest_version}: {done} of {total} parts accepted, {open_leases}"
+
+
+def _doubt(doubt: NoiseDoubt | None) -> str:
+    if doubt is None or not doubt.submissions:
+        return ""
+    return (
+        f"; {_count(doubt.submissions, 'submission')} of up to version {doubt.version} in doubt: their noise is {doubt.ratio:.2f} times "
+        "the calibrated one, and the trainer measures it again"
+    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -220,7 +233,18 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         hold_s=config.hold_s,
         min_software=config.min_software,
         entry_points=config.entry_points,
+        noise_doubt=noise_doubt(db, coordinator.clock()),
     )
+
+
+def noise_doubt(db: Connection, now_s: float) -> NoiseDoubt | None:
+    """Returns why the calibration should be repeated now; None if it need not be."""
+    watch = accounts.noise_watch(db)
+    if not watch.asks(now_s):
+        return None
+    version = newest_version(db) if watch.version < 0 else watch.version
+    ratio = max(watch.ratio, watch.mean)
+    return NoiseDoubt(version=version or 0, submissions=watch.doubts, ratio=round(ratio, 4))
 
 
 def runs(db: Connection, coordinator: Coordinator) -> RunList:
@@ -396,6 +420,7 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         open_leases=by_state.get(LeaseState.ISSUED.value, 0) + by_state.get(LeaseState.UPLOADING.value, 0),
         batch_formed=newest is not None and is_formed(db, newest),
         dropped_groups=count_dropped(db),
+        noise_doubt=noise_doubt(db, now_s),
         eval_chunks=None if newest is None else evaluations.progress(db, newest),
     )
 
