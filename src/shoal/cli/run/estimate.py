@@ -132,10 +132,13 @@ def device_bytes(shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = 
         gathered += 0 if trainer.lora_rank else 4 * max(_layer_parameters(shape), root)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Saved for the backward pass: both residuals and both norms' results, queries, keys, values and the attention's result, and four
-    # results of the MLP. A CPU repeats keys and values for each head, and has a mask instead of the segments' starts.
+    # results of the MLP, or three with the fused gate of 16-bit numbers. A CPU repeats keys and values for each head, and has a mask
+    # instead of the segments' starts.
     attention = 4 * queries if on_cpu else 2 * queries + 2 * keys
     attention += (queries + keys) * shape.qk_norm
-    layer_bytes = width * tokens * (4 * shape.hidden_size + attention + 4 * shape.ffn_size)
+    layer_bytes = (
+        width * tokens * (4 * shape.hidden_size + attention + (3 if width == 2 else 4) * shape.ffn_size)
+    )
     mask = width * tokens * trainer.row_tokens if on_cpu else 0
     logits = _logits_bytes(shape, tokens, width, on_cpu=on_cpu)
     if not trainer.lora_rank:
