@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_adapters_of_another_family_are_fused_too(tmp_path: Path) -> None:
     model = load_causal(tmp_path / "ours")
     add_adapters(model, TrainerConfig(lora_rank=4))
     x = torch.randn(2, 3, 128)
-    linear = next(one for one in model.modules() if hasattr(one, "lora_A") and one.in_features == 128)
+    linear: Any = next(one for one in model.modules() if hasattr(one, "lora_A") and one.in_features == 128)
     with torch.no_grad():
         linear.lora_B.default.weight.normal_()
         expected = linear(x)

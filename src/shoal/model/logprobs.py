@@ -144,7 +144,7 @@ class _Scores(torch.autograd.Function):
         unit_NH = torch.cat(of_hidden) if at_once else None
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH)  # type: ignore[arg-type]  # None is allowed
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk  # type: ignore[attr-defined]
         return logprobs_N, entropy_N

@@ -112,20 +112,27 @@ def _task_tokens(file: RunFile, task: TaskSpec) -> float:
     return file.sampling.of(task).max_new_tokens
 
 
-def device_bytes(shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = False) -> float:
+def device_bytes(
+    shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = False, sharded: bool = False
+) -> float:
     """Returns the memory of each of `ranks` devices: the trainer's state, gathered layers, activations and logits.
 
+    `sharded` is set for a single rank that computes as one of several.
     Gradients are there while activations are, because an update usually has more than one micro-batch.
     """
     trainer = file.trainer
     tokens = trainer.row_tokens * trainer.rows_per_micro_batch
     width = 2 if trainer.compute_dtype == "bfloat16" else 4
     state = trainer_memory(
-        num_parameters(shape), trainer, ranks=ranks, num_adapted=num_adapted(shape, trainer.lora_rank)
+        num_parameters(shape),
+        trainer,
+        ranks=ranks,
+        num_adapted=num_adapted(shape, trainer.lora_rank),
+        sharded=sharded,
     )
     matrix = shape.vocab_size * shape.hidden_size
     gathered = 0
-    if ranks > 1:
+    if ranks > 1 or sharded:
         # Two layers at a time, embedding and head are gathered; the gradients of one layer or of the head are whole, in float32.
         root = matrix if shape.tied_embeddings else 2 * matrix
         gathered = width * (2 * _layer_parameters(shape) + root)

@@ -81,7 +81,7 @@ class TrainerPolicy:
     def __init__(self, master: Causal, config: TrainerConfig, ranks: Ranks) -> None:
         dtype = DTYPES[config.compute_dtype]
         self._copy = None
-        if ranks.size == 1 and dtype != torch.float32:
+        if ranks.mesh is None and dtype != torch.float32:
             self._copy = WorkingCopy(master, dtype)
         computing = master if self._copy is None else self._copy.model
         for module in computing.modules():
@@ -92,7 +92,7 @@ class TrainerPolicy:
         for block in computing.blocks():
             _adapt(block, config)
         self._scorer = Scorer(computing, entropy_gradient=config.entropy_bonus > 0)
-        if ranks.size > 1:
+        if ranks.mesh is not None:
             shard(self._scorer, computing.blocks(), dtype, ranks)
 
     def scores(self, micro: MicroBatch) -> TokenScores:
@@ -153,7 +153,7 @@ def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ra
     """Shards every parameter over the ranks, in place. Each block is gathered and freed on its own."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    assert ranks.mesh is not None, "more than one rank has a mesh"
+    assert ranks.mesh is not None, "a policy without a mesh is not sharded"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
@@ -232,7 +232,7 @@ def project_adapted(x: Tensor, *linears: Any) -> tuple[Tensor, ...]:
             F.linear(x, base.weight, base.bias) + F.linear(F.linear(x, a), b * scale)
             for base, (a, b) in zip(bases, thin, strict=True)
         )
-    return _AdaptedLinears.apply(  # type: ignore[no-untyped-call,no-any-return]
+    results: tuple[Tensor, ...] = _AdaptedLinears.apply(  # type: ignore[no-untyped-call]
         x,
         scale,
         len(linears),
@@ -241,6 +241,7 @@ def project_adapted(x: Tensor, *linears: Any) -> tuple[Tensor, ...]:
         *(a for a, _ in thin),
         *(b for _, b in thin),
     )
+    return results
 
 
 class _AdaptedLinears(torch.autograd.Function):
@@ -296,7 +297,8 @@ class _AdaptedLinears(torch.autograd.Function):
 
 def _parts(thin_TR: Tensor, ups: Sequence[Any]) -> tuple[Tensor, ...]:
     """Splits the values of all adapters that read one input by adapter."""
-    return thin_TR.split([up.shape[1] for up in ups], dim=1)
+    parts: tuple[Tensor, ...] = thin_TR.split([up.shape[1] for up in ups], dim=1)
+    return parts
 
 
 def rounded_adapters(adapters: Mapping[str, Tensor], config: TrainerConfig) -> list[AdapterMatrices]:
