@@ -37,8 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.model import packed_prefill
 from shoal.model.builtin import ALPHABET
 from shoal.model.decoder import Decoder
+from shoal.model.fused import fuse
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
@@ -77,6 +79,8 @@ class Bench:
         torch.manual_seed(0)
         draw(self.decoder)
         self.decoder.requires_grad_(False)
+        # Engine and recomputation would each join matrices into a copy of their own.
+        self.fused = packed_prefill._FUSED[self.decoder] = fuse(self.decoder)
         write_config(folder, self.shape)
 
     def part(self, name: str, work: Callable[[], T], **figures: Callable[[T], Any]) -> T:
@@ -103,7 +107,8 @@ class Bench:
             device=self.options.device,
             graphs=self.options.graphs,
         )
-        with mock.patch.object(torch_engine, "load_decoder", lambda *_: self.decoder):
+        shared: dict[str, Any] = {"load_decoder": lambda *_: self.decoder, "fuse": lambda _: self.fused}
+        with mock.patch.multiple(torch_engine, **shared):
             engine.load(self.folder, version)
         return [row for rows in generate(engine, requests, None) for row in rows]
 
