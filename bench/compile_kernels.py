@@ -136,6 +136,11 @@ def launch_all(size: ModelSize, arch: int) -> None:
     elementwise.add_norm(x, x, x[0], 1e-6, keep=(states, counts, counts))
     gate_up = torch.zeros(2 * size.ffn, size.hidden, dtype=bf16)
     elementwise.silu_mul(torch.zeros(ROWS, 2 * size.ffn, dtype=bf16))
+    elementwise.gate_product(x, x)
+    elementwise.gate_gradients(x, x, x)
+    table = rope.view(1, 4096, 1, -1)[:, :ROWS].split(size.head_dim, dim=-1)
+    heads_BTND = torch.zeros(1, ROWS, size.heads, size.head_dim, dtype=bf16)
+    elementwise.rotate_heads(heads_BTND, *table, sign=1.0)
     if arch >= TILE_COPIES_FROM:
         elementwise.launch_gated_product(x, gate_up)
     launch_logits(size, table_6S)

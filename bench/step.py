@@ -2,7 +2,8 @@
 
     python bench/step.py --shape toy --tokens 512                                         a quick test on any machine
     python bench/step.py --device cuda --shape 0.5B --tokens 32768 --steps 12
-    python bench/step.py --device cuda --shape 7B --tokens 8192 --recompute --steps 8     one H200, random weights
+    python bench/step.py --device cuda --shape 7B --tokens 65536 --micro-tokens 16384 --recompute --states int8 --steps 3
+                                                                                          one H200, random weights, 110 GB
 
 Trains `--steps` versions without publication, then as many with it (the trainer's own Publisher, without a coordinator), then again
 without. Weights and samples are random. Prints one line per version and a summary:
@@ -150,13 +151,14 @@ def run_plain(bench: Bench, steps: int) -> list[float]:
         started_s = time.perf_counter()
         bench.step()
         times.append(time.perf_counter() - started_s)
+        print(json.dumps({"version": bench.learner.version, "step_s": round(times[-1], 4)}), flush=True)
     return times
 
 
 def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[str, Any]]:
     """Trains and publishes `steps` versions after a first one whose publication only fills the pipeline."""
     rows: list[dict[str, Any]] = []
-    publications = []
+    publications: list[Published] = []
     for index in range(steps + 1):
         bench.exposed_s = bench.checkpoint_s = 0.0
         started_s = time.perf_counter()
@@ -164,6 +166,7 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
         stepped_s = time.perf_counter()
         bench.publication.wait(WAIT_S)
         bench.exposed_s += time.perf_counter() - stepped_s
+        show_published(rows, publications)
         if checkpoint and index == steps // 2:
             version = bench.learner.version
             take = bench.lockstep.later_snapshot(bench.checkpoints.shard_folder(version))
@@ -181,14 +184,21 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
         )
     bench.publication.wait(WAIT_S)
     bench.checkpoints.finish(WAIT_S)
-    for row, published in zip(rows, publications, strict=True):
-        row |= {
+    show_published(rows, publications)
+    return rows[1:]
+
+
+def show_published(rows: list[dict[str, Any]], publications: list[Published]) -> None:
+    """Adds the figures of the last publication, which has ended, to its version's row, and prints the row."""
+    if rows:
+        published = publications[-1]
+        rows[-1] |= {
             "capture_s": published.capture_s,
             "publish_s": published.publish_s,
             "bytes": published.num_bytes,
             "changed_words": published.changed,
         }
-    return rows[1:]
+        print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
 
 
 def summary(
@@ -255,8 +265,6 @@ def main() -> None:
         print(f"first version written in {time.perf_counter() - started_s:.1f} s", flush=True)
         rows = run_published(bench, options.steps, checkpoint=options.checkpoint)
         again = run_plain(bench, options.steps)
-        for row in rows:
-            print(json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
         found = {"shape": options.shape, "layers": shape.num_layers} | summary(plain, rows, again, bench)
         print(json.dumps(found, indent=1))
         if options.json:

@@ -2,7 +2,7 @@
 
     python bench/trainer.py --device cuda                      all shapes, both layouts, all three trainers
     python bench/trainer.py --shapes toy --tokens 512          a quick test on any machine
-    python bench/trainer.py --device cuda --shapes 7B --lora 32 --tokens 16384 --layouts packed --against shoal,recompute,trl
+    python bench/trainer.py --device cuda --shapes 7B --lora 32 --tokens 16384 --layouts packed --against shoal,compiled,trl
     python bench/trainer.py --device cuda --shapes 32B --lora 32 --tokens 32768 --layouts one --against recompute --no-check
 
 A step includes packing or padding, forward, backward, gradient clipping and AdamW. Weights and tokens are random; compute is
@@ -493,6 +493,11 @@ def one_row(
         return None
     except ModuleNotFoundError as missing:
         print(f"left out: {missing.name} is not installed", flush=True)
+        return None
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        print(
+            f"failed: {type(error).__name__}: {str(error)[:300]}", flush=True
+        )  # the other rows are still measured
         return None
     finally:
         torch._dynamo.reset()  # otherwise the shapes of earlier rows count towards the limit of recompilations

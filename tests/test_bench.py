@@ -1,5 +1,6 @@
 """Every benchmark starts: an option or a record that it uses may have been renamed, which mypy does not always see."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,48 @@ def test_every_benchmark_prints_its_help() -> None:
     with ThreadPoolExecutor(2) as pool:
         errors = dict(zip((path.name for path in scripts), pool.map(error_of, scripts), strict=True))
     assert {name: error for name, error in errors.items() if error} == {}
+
+
+def lines_of(script: str, *arguments: object) -> list[dict[str, Any]]:
+    """Runs a benchmark on a toy and returns the JSON lines that it prints."""
+    run = subprocess.run(
+        [sys.executable, BENCH / script, "--device", "cpu", "--shape", "toy", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: pip install 'shoal-rl[lora]'")
+def test_one_whole_step_generates_checks_trains_publishes_and_merges() -> None:
+    """The rows that version 1 generates after the merge are those that version 1's recomputation finds."""
+    lines = lines_of(
+        "whole_step.py", "--prompts", 1, "--samples", 2, "--prompt-tokens", 8, "--cap", 8, "--lora", 2
+    )
+    parts = {line["part"]: line for line in lines if "part" in line}
+    assert list(parts) == [
+        "weights", "generate", "check", "adapters", "train", "image", "publish", "merge", "again",
+    ]  # fmt: skip
+    assert parts["generate"]["rows"] == 2 and parts["generate"]["tokens"] > 2
+    for part in ("check", "train", "again"):
+        assert parts[part]["logprob_gap"] < 1e-4, part
+    assert parts["publish"]["changed_words"] > 0
+    whole_bytes = 2 * parts["weights"]["parameters"]
+    assert 0 < parts["publish"]["bytes"] < whole_bytes / 4
+
+
+@pytest.mark.integration
+def test_the_sharded_path_on_one_rank_gives_the_plain_paths_losses_and_gradients() -> None:
+    """By the report's recipe: KL, recomputed log-probs and layers, bfloat16. On a CPU both paths have the same bits."""
+    lines = lines_of("sharded.py", "--layers", 1, "--tokens", 64, "--updates", 2, "--every", 1)
+    last = lines[-1]
+    assert last["loss_gap"] == last["grad_norm_relative_gap"] == last["kl_gap"] == 0.0
+    assert last["weights_equal_share"] == 1.0
+    assert [line["sharded"] for line in lines[:-1]].count(True) == 3
 
 
 @pytest.mark.integration

@@ -2,18 +2,23 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_learner import CONFIG, make_batch
 
+from shoal.model.builtin import create_model
+from shoal.model.decoder import MLP, Attention, Decoder
 from shoal.model.load_model import load_causal
 from shoal.model.weights import save_tensors
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.data.pack import pack
 from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.optim.policy import add_adapters, fuse_adapters, score
 
 TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 POSITIONS_BT = torch.arange(8)[None]
@@ -101,6 +106,59 @@ def test_bfloat16_and_adapters(model: Path) -> None:
     lockstep = lockstep_of(model, compute_dtype="bfloat16")
     figures = lockstep.step(make_batch(0))
     assert figures.grad_norm == pytest.approx(lockstep_of(model).step(make_batch(0)).grad_norm, rel=0.05)
+
+
+def gradients(model: Decoder) -> dict[str, torch.Tensor]:
+    """Returns the gradients of the adapters for a batch, whose first values are random."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+    (micro,) = pack(make_batch(0).samples, row_tokens=400, rows_per_micro_batch=1)
+    logprobs_N = score(model, micro).logprobs_N
+    model.zero_grad()
+    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_adapters_have_the_gradients_of_pefts_layers(
+    model: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the sums inside matrix products, the gate and the layers that share an input, in float32."""
+    adapted = load_causal(model)
+    assert isinstance(adapted, Decoder)
+    add_adapters(adapted, TrainerConfig(lora_rank=4, lora_alpha=8))
+    expected = gradients(adapted)
+    fuse_adapters(adapted)
+    for module in adapted.modules():
+        if isinstance(module, MLP | Attention):
+            module.fused = True
+    if compiled:  # what a compiler sees instead
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = gradients(adapted)
+    assert found.keys() == expected.keys() and len(found) == 2 * 7 * adapted.shape.num_layers
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_adapters_of_another_family_are_fused_too(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 80, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("gpt_neox", **sizes, intermediate_size=96)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
+    model = load_causal(tmp_path / "ours")
+    add_adapters(model, TrainerConfig(lora_rank=4))
+    x = torch.randn(2, 3, 128)
+    linear: Any = next(one for one in model.modules() if hasattr(one, "lora_A") and one.in_features == 128)
+    with torch.no_grad():
+        linear.lora_B.default.weight.normal_()
+        expected = linear(x)
+        fuse_adapters(model)
+        torch.testing.assert_close(linear(x), expected)
 
 
 def test_frozen_weights_are_held_once_in_bfloat16(model: Path) -> None:

@@ -8,11 +8,13 @@ Parameters have Hugging Face's names, so checkpoints can be exchanged. The three
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from shoal.model.logprobs import LogitHead
@@ -102,6 +104,10 @@ class Segments:
     """Start and end of each segment if there are few long ones, else empty."""
 
 
+Projection = Callable[..., tuple[Tensor, ...]]
+"""Computes linear layers that read the same input, as `project` does."""
+
+
 class AttentionInputs:
     """Positions, rotations and what each token may attend to, made once per forward pass and used by every layer."""
 
@@ -121,6 +127,11 @@ class AttentionInputs:
         """Used instead of the mask where a flash kernel runs."""
 
 
+def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """Returns the result of each of the linear layers, which all read `x`. A trainer of adapters replaces this function."""
+    return tuple(linear(x) for linear in linears)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -136,22 +147,27 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.project: Projection = project
+        self.fused = False
+        """Whether to rotate in one kernel; for training."""
 
     def forward(self, x_BTH: Tensor, inputs: AttentionInputs) -> Tensor:
         rows, length = x_BTH.shape[:2]
-        q_BTND = self.q_proj(x_BTH).view(rows, length, self.num_heads, self.head_dim)
-        k_BTKD = self.k_proj(x_BTH).view(rows, length, self.num_kv_heads, self.head_dim)
-        v_BTKD = self.v_proj(x_BTH).view(rows, length, self.num_kv_heads, self.head_dim)
+        q_BTQ, k_BTK, v_BTK = self.project(x_BTH, self.q_proj, self.k_proj, self.v_proj)
+        q_BTND = q_BTQ.view(rows, length, self.num_heads, self.head_dim)
+        k_BTKD = k_BTK.view(rows, length, self.num_kv_heads, self.head_dim)
+        v_BTKD = v_BTK.view(rows, length, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTND, k_BTKD = self.q_norm(q_BTND), self.k_norm(k_BTKD)
-        q_BTND, k_BTKD = rotate(q_BTND, inputs.rope_BT1D), rotate(k_BTKD, inputs.rope_BT1D)
+        turn = rotate_fused if self.fused and not torch.compiler.is_compiling() else rotate
+        q_BTND, k_BTKD = turn(q_BTND, inputs.rope_BT1D), turn(k_BTKD, inputs.rope_BT1D)
         if inputs.cache is not None:
             k_BTKD, v_BTKD = inputs.cache.write(self.layer, inputs.positions_BT, k_BTKD, v_BTKD)
         if inputs.segments is not None:
             out_BTND = attend_segments(q_BTND, k_BTKD, v_BTKD, inputs.segments)
         else:
             out_BTND = attend(q_BTND, k_BTKD, v_BTKD, inputs.mask_B1TC)
-        return self.o_proj(out_BTND.flatten(2))  # type: ignore[no-any-return]
+        return self.project(out_BTND.flatten(2), self.o_proj)[0]
 
 
 class MLP(nn.Module):
@@ -162,9 +178,17 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False)
+        self.project: Projection = project
+        self.fused = False
+        """Whether to gate in one kernel, which keeps one result less for the backward pass; for training."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        gate, up = self.project(x, self.gate_proj, self.up_proj)
+        if self.fused and not torch.compiler.is_compiling():
+            gated: Tensor = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
+        else:
+            gated = F.silu(gate) * up
+        return self.project(gated, self.down_proj)[0]
 
 
 class Layer(nn.Module):
@@ -270,6 +294,54 @@ def rotate(x_BTND: Tensor, rope_BT1D: tuple[Tensor, Tensor]) -> Tensor:
     cos, signed_sin = rope_BT1D
     swapped = torch.roll(x_BTND, x_BTND.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTND * cos.to(x_BTND.dtype), swapped, signed_sin.to(x_BTND.dtype))
+
+
+def rotate_fused(x_BTND: Tensor, rope_BT1D: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns what `rotate` returns, on CUDA in one kernel forward and one backward."""
+    if not x_BTND.is_cuda:
+        return rotate(x_BTND, rope_BT1D)
+    rotated: Tensor = _Rotate.apply(x_BTND, *rope_BT1D)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates heads on CUDA. The gradient is rotated back: by the same cosines and negated sines."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BTND: Tensor, cos_BT1D: Tensor, signed_sin_BT1D: Tensor) -> Tensor:
+        from shoal.model.kernels.elementwise import rotate_heads
+
+        ctx.save_for_backward(cos_BT1D, signed_sin_BT1D)
+        return rotate_heads(x_BTND, cos_BT1D, signed_sin_BT1D, sign=1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from shoal.model.kernels.elementwise import rotate_heads
+
+        return rotate_heads(gradients[0], *ctx.saved_tensors, sign=-1.0), None, None
+
+
+class _Gate(torch.autograd.Function):
+    """Computes silu(gate) * up, and keeps only gate and up for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if not gate.is_cuda:
+            return F.silu(gate) * up
+        from shoal.model.kernels.elementwise import gate_product
+
+        return gate_product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if not gate.is_cuda:
+            of_gate = torch.ops.aten.silu_backward(gradients[0] * up, gate)
+            return of_gate, gradients[0] * F.silu(gate)
+        from shoal.model.kernels.elementwise import gate_gradients
+
+        return gate_gradients(gate, up, gradients[0])
 
 
 def attend(q_BTND: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, mask_B1TC: Tensor | None) -> Tensor:

@@ -59,12 +59,19 @@ def token_logprobs(
 
 
 def token_scores(
-    model: HasHead, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = CHUNK
+    model: HasHead,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    chunk: int = CHUNK,
+    entropy_gradient: bool = True,
 ) -> TokenScores:
     """Returns log-prob and entropy of every token.
 
     Logits exist for `chunk` tokens at a time and are recomputed in the backward pass: for 4,096 tokens and a vocabulary of
-    49,152 they take 0.8 GB in float32, for a whole batch many times that.
+    49,152 they take 0.8 GB in float32, for a whole batch many times that. Without `entropy_gradient` the entropies are only
+    figures; then a frozen head needs its logits once.
     """
     head = model.head()
     num_logits = hidden_NH.shape[0] * head.weight_VH.shape[0]
@@ -72,8 +79,10 @@ def token_scores(
         return _scores(head.logits(hidden_NH), targets_N, temperature)
     if head.bias_V is None and head.softcap is None:
         # Plain products have the hand-written gradient below, which needs no float32 copy of the logits.
-        both = _Scores.apply(hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk)  # type: ignore[no-untyped-call]
-        return TokenScores(*both)
+        logprobs_N, entropy_N = _Scores.apply(  # type: ignore[no-untyped-call]
+            hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk, entropy_gradient
+        )
+        return TokenScores(logprobs_N, entropy_N)
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
         return _scores(head.logits(hidden), targets, temperature)
@@ -117,22 +126,36 @@ class _Scores(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         chunk: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _reduced(hidden @ weight_VH.T, targets, temperature)
-            for hidden, targets in zip(
-                torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True
-            )
-        ]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        # For a frozen matrix the gradient of a token's log-prob to its state is computed while the logits are there: computing
+        # them again would take a third of the products with the matrix.
+        at_once = wants_hidden and not wants_weight and not entropy_gradient
+        parts, of_hidden = [], []
+        for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True):
+            logits_NV = hidden @ weight_VH.T
+            parts.append(_reduced(logits_NV, targets, temperature))
+            if at_once:
+                reduced, ones_N = parts[-1][1:], torch.ones_like(parts[-1][1])
+                d_NV = _gradient(logits_NV, targets, reduced, (ones_N, torch.zeros_like(ones_N)), temperature)
+                of_hidden.append(d_NV @ weight_VH)
         logprobs_N, lse_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N)
+        unit_NH = torch.cat(of_hidden) if at_once else None
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH)  # type: ignore[arg-type]  # None is allowed
+        ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk  # type: ignore[attr-defined]
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        gradients = [torch.zeros_like(lse_N) if one is None else one for one in given]
+        if unit_NH is not None:
+            return (gradients[0][:, None] * unit_NH).to(unit_NH.dtype), None, None, None, None, None
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         # Chunks are summed in float32: in bfloat16 a later chunk's small values would be rounded away.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
@@ -151,7 +174,7 @@ class _Scores(torch.autograd.Function):
                 d_weight_VH += d_logits_NV.T @ hidden_NH[at]
         if d_weight_VH is not None:
             d_weight_VH = d_weight_VH.to(weight_VH.dtype)
-        return d_hidden_NH, d_weight_VH, None, None, None
+        return d_hidden_NH, d_weight_VH, None, None, None, None
 
 
 def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,14 +36,22 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    num_parameters: float, config: TrainerConfig, *, ranks: int = 1, num_adapted: float = 0
+    num_parameters: float,
+    config: TrainerConfig,
+    *,
+    ranks: int = 1,
+    num_adapted: float = 0,
+    sharded: bool | None = None,
 ) -> TrainerMemory:
-    """Returns what a trainer of a model holds. With adapters, `num_adapted` is the number of their parameters."""
+    """Returns what a trainer of a model holds. With adapters, `num_adapted` is the number of their parameters.
+
+    `sharded` says whether the weights are sharded; None: with several ranks they are.
+    """
     trained = num_adapted if config.lora_rank else num_parameters
     frozen = num_parameters if config.lora_rank else 0
     moments = 2.03 if config.optimizer_states == "int8" else 8
     computes_in_bfloat16 = config.compute_dtype == "bfloat16"
-    copied = 2 if computes_in_bfloat16 and ranks == 1 else 0
+    copied = 0 if sharded or ranks > 1 or not computes_in_bfloat16 else 2
     return TrainerMemory(
         weights=((4 + copied) * trained + (2 if computes_in_bfloat16 else 4) * frozen) / ranks,
         gradients=4 * trained / ranks,

@@ -112,30 +112,40 @@ def _task_tokens(file: RunFile, task: TaskSpec) -> float:
     return file.sampling.of(task).max_new_tokens
 
 
-def device_bytes(shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = False) -> float:
+def device_bytes(
+    shape: Shape, file: RunFile, *, ranks: int = 1, on_cpu: bool = False, sharded: bool = False
+) -> float:
     """Returns the memory of each of `ranks` devices: the trainer's state, gathered layers, activations and logits.
 
+    `sharded` is set for a single rank that computes as one of several.
     Gradients are there while activations are, because an update usually has more than one micro-batch.
     """
     trainer = file.trainer
     tokens = trainer.row_tokens * trainer.rows_per_micro_batch
     width = 2 if trainer.compute_dtype == "bfloat16" else 4
     state = trainer_memory(
-        num_parameters(shape), trainer, ranks=ranks, num_adapted=num_adapted(shape, trainer.lora_rank)
+        num_parameters(shape),
+        trainer,
+        ranks=ranks,
+        num_adapted=num_adapted(shape, trainer.lora_rank),
+        sharded=sharded,
     )
     matrix = shape.vocab_size * shape.hidden_size
     gathered = 0
-    if ranks > 1:
+    if ranks > 1 or sharded:
         # Two layers at a time, embedding and head are gathered; the gradients of one layer or of the head are whole, in float32.
         root = matrix if shape.tied_embeddings else 2 * matrix
         gathered = width * (2 * _layer_parameters(shape) + root)
         gathered += 0 if trainer.lora_rank else 4 * max(_layer_parameters(shape), root)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Saved for the backward pass: both residuals and both norms' results, queries, keys, values and the attention's result, and four
-    # results of the MLP. A CPU repeats keys and values for each head, and has a mask instead of the segments' starts.
+    # results of the MLP, or three with the fused gate of 16-bit numbers. A CPU repeats keys and values for each head, and has a mask
+    # instead of the segments' starts.
     attention = 4 * queries if on_cpu else 2 * queries + 2 * keys
     attention += (queries + keys) * shape.qk_norm
-    layer_bytes = width * tokens * (4 * shape.hidden_size + attention + 4 * shape.ffn_size)
+    layer_bytes = (
+        width * tokens * (4 * shape.hidden_size + attention + (3 if width == 2 else 4) * shape.ffn_size)
+    )
     mask = width * tokens * trainer.row_tokens if on_cpu else 0
     logits = _logits_bytes(shape, tokens, width, on_cpu=on_cpu)
     if not trainer.lora_rank:

@@ -4,6 +4,8 @@
     add_norm         residual sum and RMS norm; the last one of a decode step also stores the row's state for its proof
     silu_mul         silu(gate) * up
     gated_product    silu(x @ gate.T) * (x @ up.T) in one kernel, for the many rows of a prefill
+    gate_product, gate_gradients   silu(gate) * up of two tensors and its gradients, for training
+    rotate_heads     rotary positions, forward and backward, for training
     normed, rotated, gated   used by other kernels: a head after its q/k norm, a head after rotation, silu(gate) * up
 
 Values are rounded to the model's dtype where the decoder rounds them, so that states differ from the decoder's only by the order
@@ -23,6 +25,8 @@ GATE_BLOCK_T, GATE_BLOCK_F, GATE_BLOCK_H = 128, 64, 64
 """Tile sizes of gated_product. GATE_BLOCK_F counts for gate and for up, so that a program's tile is a square. Three programs fit
 on a multiprocessor at once: while one writes its results, the others multiply."""
 GATE_WARPS, GATE_STAGES = 4, 2
+FLAT_BLOCK = 1024
+"""Values that one program of a plain elementwise kernel computes."""
 ALIGNED_BYTES = 16
 """Rows must begin at a multiple of this for the device's tile copies."""
 
@@ -132,6 +136,96 @@ def silu_mul(gate_up_BF: Tensor) -> Tensor:
     grid = (num_rows, triton.cdiv(double // 2, 1024))
     _silu_mul[grid](gate_up_BF, out_BF, F=double // 2, BLOCK=1024, num_warps=4)
     return out_BF
+
+
+@triton.jit
+def _gate_product(gate, up, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    wide_gate = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    wide_up = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, gated(wide_gate, wide_up, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_gradients(gate, up, gradient, of_gate, of_up, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    dtype = of_gate.dtype.element_ty
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(of_up + at, (d * (g * share).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    inner = (d * u).to(dtype).to(tl.float32)
+    tl.store(of_gate + at, (inner * share * (1.0 + g * (1.0 - share))).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotate_heads(
+    x,
+    cos,
+    signed_sin,
+    out,
+    rope_stride,
+    sign,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    c = tl.load(cos + row * rope_stride + d, mask=d < D, other=0.0).to(tl.float32)
+    s = tl.load(signed_sin + row * rope_stride + d, mask=d < D, other=0.0).to(tl.float32) * sign
+    for first in range(0, HEADS, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < HEADS) & (d[None, :] < D)
+        head = (row * HEADS + n[:, None]) * D
+        value = tl.load(x + head + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        swapped = tl.load(x + head + ((d + D // 2) % D)[None, :], mask=inside, other=0.0).to(tl.float32)
+        turned = rotated(value, swapped, c[None, :], s[None, :], out.dtype.element_ty)
+        tl.store(out + head + d[None, :], turned, mask=inside)
+
+
+def gate_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns silu(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _gate_product[(triton.cdiv(gate.numel(), FLAT_BLOCK),)](gate, up, out, gate.numel(), BLOCK=FLAT_BLOCK)
+    return out
+
+
+def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients to gate and up, rounded where torch rounds them."""
+    gate, up, gradient = gate.contiguous(), up.contiguous(), gradient.contiguous()
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(gate)
+    grid = (triton.cdiv(gate.numel(), FLAT_BLOCK),)
+    _gate_gradients[grid](gate, up, gradient, of_gate, of_up, gate.numel(), BLOCK=FLAT_BLOCK)
+    return of_gate, of_up
+
+
+def rotate_heads(x_BTND: Tensor, cos_BT1D: Tensor, signed_sin_BT1D: Tensor, *, sign: float) -> Tensor:
+    """Returns heads rotated by their positions; with `sign` -1.0 back again, as a gradient is."""
+    x_BTND = x_BTND.contiguous()
+    rows, length, num_heads, head_dim = x_BTND.shape
+    out_BTND = torch.empty_like(x_BTND)
+    strides = (cos_BT1D.stride(1), signed_sin_BT1D.stride(1))
+    assert strides[0] == strides[1], "cosines and sines are halves of one table"
+    assert rows == 1 or cos_BT1D.stride(0) == length * strides[0], "rows of the table follow each other"
+    _rotate_heads[(rows * length,)](
+        x_BTND,
+        cos_BT1D,
+        signed_sin_BT1D,
+        out_BTND,
+        strides[0],
+        sign,
+        HEADS=num_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_N=min(32, triton.next_power_of_2(num_heads)),
+    )
+    return out_BTND
 
 
 @triton.jit

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.model.decoder import Decoder, RMSNorm
+from shoal.model.decoder import MLP, Attention, Decoder, RMSNorm
 from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
 from shoal.model.transformers_model import TransformersModel
@@ -42,18 +43,21 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+_NAME = "default"
+"""peft's name of the adapters."""
+_A, _B = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
 
 
-def score(model: Causal, micro: MicroBatch) -> TokenScores:
+def score(model: Causal, micro: MicroBatch, *, entropy_gradient: bool = True) -> TokenScores:
     """Returns log-prob and entropy of every output token of a micro-batch at its temperature, with gradient."""
+    scores = partial(token_scores, model, entropy_gradient=entropy_gradient)
     hidden_BTH = model(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
     hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
     if len(micro.by_temperature) == 1:
         ((temperature, _),) = micro.by_temperature
-        return token_scores(model, hidden_NH, micro.targets_N, temperature=temperature)
+        return scores(hidden_NH, micro.targets_N, temperature=temperature)
     parts = [
-        token_scores(model, hidden_NH[places], micro.targets_N[places], temperature=temperature)
+        scores(hidden_NH[places], micro.targets_N[places], temperature=temperature)
         for temperature, places in micro.by_temperature
     ]
     order = torch.cat([places for _, places in micro.by_temperature]).argsort()
@@ -63,12 +67,12 @@ def score(model: Causal, micro: MicroBatch) -> TokenScores:
 class Scorer(nn.Module):
     """`score` as a module, so that FSDP2 gathers head and embedding before its forward."""
 
-    def __init__(self, model: Causal) -> None:
+    def __init__(self, model: Causal, *, entropy_gradient: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.entropy_gradient = model, entropy_gradient
 
     def forward(self, micro: MicroBatch) -> TokenScores:
-        return score(self.model, micro)
+        return score(self.model, micro, entropy_gradient=self.entropy_gradient)
 
 
 class TrainerPolicy:
@@ -77,16 +81,18 @@ class TrainerPolicy:
     def __init__(self, master: Causal, config: TrainerConfig, ranks: Ranks) -> None:
         dtype = DTYPES[config.compute_dtype]
         self._copy = None
-        if ranks.size == 1 and dtype != torch.float32:
+        if ranks.mesh is None and dtype != torch.float32:
             self._copy = WorkingCopy(master, dtype)
         computing = master if self._copy is None else self._copy.model
         for module in computing.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, RMSNorm | MLP | Attention):
                 module.fused = dtype != torch.float32
+        if config.lora_rank and dtype != torch.float32:
+            fuse_adapters(computing)
         for block in computing.blocks():
             _adapt(block, config)
-        self._scorer = Scorer(computing)
-        if ranks.size > 1:
+        self._scorer = Scorer(computing, entropy_gradient=config.entropy_bonus > 0)
+        if ranks.mesh is not None:
             shard(self._scorer, computing.blocks(), dtype, ranks)
 
     def scores(self, micro: MicroBatch) -> TokenScores:
@@ -147,7 +153,7 @@ def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ra
     """Shards every parameter over the ranks, in place. Each block is gathered and freed on its own."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    assert ranks.mesh is not None, "more than one rank has a mesh"
+    assert ranks.mesh is not None, "a policy without a mesh is not sharded"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
@@ -199,6 +205,100 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
         parameter.requires_grad_(name.endswith((_A, _B)))
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # peft gives them the dtype of the frozen weights
+
+
+def fuse_adapters(model: Causal) -> None:
+    """Makes every linear layer with an adapter compute by `project_adapted`, in place. Parameter names stay."""
+    for block in model.blocks():
+        for module in block.modules():
+            if isinstance(module, Attention | MLP):
+                module.project = project_adapted
+            elif hasattr(
+                module, "lora_A"
+            ):  # a layer of transformers' model calls its linear layers one by one
+                module.forward = partial(_project_one, module)
+
+
+def _project_one(linear: Any, x: Tensor) -> Tensor:
+    return project_adapted(x, linear)[0]
+
+
+def project_adapted(x: Tensor, *linears: Any) -> tuple[Tensor, ...]:
+    """Returns x W' + bias + scale x A' B' of each of the linear layers with adapters, which all read `x`."""
+    bases, scale = [one.base_layer for one in linears], float(linears[0].scaling[_NAME])
+    thin = [(one.lora_A[_NAME].weight, one.lora_B[_NAME].weight) for one in linears]
+    if torch.compiler.is_compiling():  # the compiler joins the sum with what follows
+        return tuple(
+            F.linear(x, base.weight, base.bias) + F.linear(F.linear(x, a), b * scale)
+            for base, (a, b) in zip(bases, thin, strict=True)
+        )
+    results: tuple[Tensor, ...] = _AdaptedLinears.apply(  # type: ignore[no-untyped-call]
+        x,
+        scale,
+        len(linears),
+        *(base.weight for base in bases),
+        *(base.bias for base in bases),
+        *(a for a, _ in thin),
+        *(b for _, b in thin),
+    )
+    return results
+
+
+class _AdaptedLinears(torch.autograd.Function):
+    """Computes `project_adapted` with sums inside the matrix products.
+
+    peft's own layer writes the adapter's product, scales it and adds it, each time as many values as the layer has results: in an
+    MLP this moved four times the bytes of the results themselves. Here a product adds to the result that is there, and all A's of
+    layers that read the same input are one matrix. The frozen weights get no gradient.
+
+    R is the ranks of all adapters together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: float, count: int, *matrices: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, downs, ups = (matrices[at * count : (at + 1) * count] for at in range(4))
+        x_TH = x.reshape(-1, x.shape[-1])
+        downs_RH = downs[0] if count == 1 else torch.cat(downs)  # type: ignore[arg-type]
+        thin_TR = x_TH @ downs_RH.T  # type: ignore[union-attr]
+        results = []
+        for weight, bias, up, part in zip(weights, biases, ups, _parts(thin_TR, ups), strict=True):
+            result = F.linear(x_TH, weight, bias)  # type: ignore[arg-type]
+            results.append(result.addmm_(part, up.T, alpha=scale).view(*x.shape[:-1], -1))  # type: ignore[union-attr]
+        ctx.scale, ctx.count = scale, count
+        ctx.save_for_backward(x, downs_RH, thin_TR, *weights, *ups)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, downs_RH, thin_TR, *matrices = ctx.saved_tensors
+        count, scale = ctx.count, ctx.scale
+        weights, ups = matrices[:count], matrices[count:]
+        x_TH = x.reshape(-1, x.shape[-1])
+        flat = [one.reshape(-1, one.shape[-1]) for one in gradients]
+        of_thin_TR = torch.empty_like(thin_TR)
+        of_ups = []
+        for gradient, up, part, into in zip(
+            flat, ups, _parts(thin_TR, ups), _parts(of_thin_TR, ups), strict=True
+        ):
+            torch.mm(gradient, up, out=into)
+            of_ups.append((gradient.T @ part).mul_(scale))
+        of_thin_TR *= scale
+        of_downs = (of_thin_TR.T @ x_TH).split([up.shape[1] for up in ups])
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = flat[0] @ weights[0]
+            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+                of_x.addmm_(gradient, weight)
+            of_x = of_x.addmm_(of_thin_TR, downs_RH).view(x.shape)
+        return of_x, None, None, *([None] * 2 * count), *of_downs, *of_ups
+
+
+def _parts(thin_TR: Tensor, ups: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Splits the values of all adapters that read one input by adapter."""
+    parts: tuple[Tensor, ...] = thin_TR.split([up.shape[1] for up in ups], dim=1)
+    return parts
 
 
 def rounded_adapters(adapters: Mapping[str, Tensor], config: TrainerConfig) -> list[AdapterMatrices]:

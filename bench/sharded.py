@@ -1,0 +1,182 @@
+"""Compares the sharded path on a mesh of one rank with the plain path: losses, gradients, weights, peak memory and its estimate.
+
+    python bench/sharded.py --shape toy --layers 2 --tokens 256 --updates 4          a quick test on any machine
+    python bench/sharded.py --device cuda --layers 6 --tokens 32768 --updates 8      QwQ-32B's width on one H200, random weights
+
+Both paths train one batch in `--updates` updates, each of one row of `--tokens` packed tokens, by the recipe of the INTELLECT-2 report's run
+file: bfloat16, recomputed layers, recomputed behaviour log-probs, KL to version 0, AdamW with float32 moments. They begin with the same
+weights. The sharded path is FSDP2 on a process group of one rank (NCCL on a GPU, gloo on a CPU), as `torchrun --nproc-per-node 1`
+does not use it: a single process has a bfloat16 copy instead.
+
+Prints loss, gradient norm, seconds and peak memory of each path, then the differences. The command fails if they are more than rounding
+(--tolerance), or if a peak is further than 15 % from `shoal run --dry-run`'s estimate. `max_gap` of the weights is in units of the learning
+rate: AdamW moves a weight whose gradient is near zero by the learning rate in either direction.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shoal.cli.run.estimate import device_bytes
+from shoal.cli.run.runfile import RunFile, load_run_file
+from shoal.model.load_model import empty_decoder
+from shoal.model.shape import Shape
+from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.reference import Reference
+from trainer import SHAPES, draw, make_batch
+
+RUN_FILE = Path(__file__).parent.parent / "runs" / "intellect-2.toml"
+MOST_OFF = 0.15
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[Ranks]:
+    """Joins a process group of one rank."""
+    kind = torch.device(device).type
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks(mesh=init_device_mesh(kind, (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_file(options: argparse.Namespace, row_tokens: int) -> RunFile:
+    """Returns the report's recipe with this number of updates, and rows of this length."""
+    file = load_run_file(RUN_FILE)
+    changed = {
+        "row_tokens": row_tokens,
+        "rows_per_micro_batch": 1,
+        "optimizer_steps": options.updates,
+        "warmup_steps": 0,
+        "learning_rate": options.lr,
+        "activation_checkpointing": True,
+    }
+    return file.model_copy(update={"trainer": file.trainer.model_copy(update=changed)})
+
+
+def batch_of(shape: Shape, options: argparse.Namespace) -> tuple[TrainBatch, int]:
+    """Returns a batch with a group of one row's samples for each update, and the tokens of a row."""
+    one = make_batch(shape, "packed", options.tokens)
+    row_tokens = sum(len(sample.tokens) - 1 for sample in one.samples)
+    samples = [replace(sample, group=group) for group in range(options.updates) for sample in one.samples]
+    return TrainBatch(version=0, samples=tuple(samples), num_groups=options.updates), row_tokens
+
+
+def measure(
+    shape: Shape, options: argparse.Namespace, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Trains the batch; returns the figures of all updates and the weights in host memory."""
+    cuda, began_s = torch.device(options.device).type == "cuda", time.perf_counter()
+    sharded = ranks.mesh is not None
+    batch, row_tokens = batch_of(shape, options)
+    file = run_file(options, row_tokens)
+    decoder = empty_decoder(shape, torch.float32, options.device)
+    torch.manual_seed(0)
+    draw(decoder)
+    learner = Learner(decoder, file.trainer, max_new_tokens=options.tokens, ranks=ranks)
+    learner.reference = Reference(decoder)
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    norms: list[float] = []
+    update = learner._update
+
+    def watched(*arguments: Any) -> float:
+        norms.append(update(*arguments))
+        print(json.dumps({"sharded": sharded, "update": len(norms), "grad_norm": norms[-1]}), flush=True)
+        return norms[-1]
+
+    learner._update = watched  # type: ignore[method-assign, assignment]
+    ready_s = time.perf_counter()
+    figures = learner.step(batch, threading.Event())
+    found = {
+        "sharded": sharded,
+        "loss": figures.loss,
+        "kl": figures.kl,
+        "logprob_gap": figures.logprob_gap,
+        "grad_norms": norms,
+        "setup_s": round(ready_s - began_s, 1),
+        "step_s": round(time.perf_counter() - ready_s, 2),
+    }
+    if cuda:
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["estimate_gb"] = device_bytes(shape, file, sharded=sharded) / 1e9
+    print(json.dumps(found), flush=True)
+    weights = {
+        name: (one.to_local() if isinstance(one, DTensor) else one).detach().flatten()[:: options.every].cpu()
+        for name, one in decoder.named_parameters()
+    }
+    return found, weights
+
+
+def compare(
+    plain: dict[str, Any],
+    sharded: dict[str, Any],
+    weights: tuple[dict[str, Tensor], dict[str, Tensor]],
+    options: argparse.Namespace,
+) -> bool:
+    """Prints how far the two paths are from each other, and returns whether that is within the limits."""
+    pairs = list(zip(plain["grad_norms"], sharded["grad_norms"], strict=True))
+    gradient = max(abs(a - b) / a for a, b in pairs)
+    loss = abs(plain["loss"] - sharded["loss"])
+    same = sum(int((weights[0][name] == weights[1][name]).sum()) for name in weights[0])
+    gap = max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
+    found = {
+        "loss_gap": loss,
+        "grad_norm_relative_gap": gradient,
+        "kl_gap": abs(plain["kl"] - sharded["kl"]),
+        "weights_equal_share": same / sum(one.numel() for one in weights[0].values()),
+        "weights_max_gap_in_rates": gap / options.lr,
+        "peak_against_estimate": [one["peak_gb"] / one["estimate_gb"] for one in (plain, sharded) if "peak_gb" in one],
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    near = loss <= options.tolerance and gradient <= options.tolerance
+    return near and all(abs(one - 1) <= MOST_OFF for one in found["peak_against_estimate"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", default="32B", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=32768, help="of a row, one row for each update")
+    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument(
+        "--every", type=int, default=64, help="compare one weight in this many of each tensor"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.01)
+    options = parser.parse_args()
+    shape = replace(SHAPES[options.shape], num_layers=options.layers)
+    plain, plain_weights = measure(shape, options, SINGLE_PROCESS)
+    gc.collect()  # the learner is part of a cycle
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with one_rank(options.device) as ranks:
+        sharded, sharded_weights = measure(shape, options, ranks)
+        gc.collect()
+    return int(not compare(plain, sharded, (plain_weights, sharded_weights), options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
