@@ -175,7 +175,10 @@ def main() -> None:
     )
     cores = sorted(os.sched_getaffinity(0))
     parser.add_argument(
-        "--answers", type=int, default=4096, help="answers for the largest number of processes (default: 4096)"
+        "--answers",
+        type=int,
+        default=4096,
+        help="answers for the largest number of processes (default: 4096)",
     )
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[1, len(cores)], help="default: 1 and all cores"
@@ -192,7 +195,9 @@ def main() -> None:
     answers = make_answers(options.answers)
     one = speed(answers[: max(FEWEST, len(answers) // max(options.processes))], 1, cores={cores[0]})
     plain = {act: plain_per_s(act, 1) for act in (compute, fork)}
-    print(f"one process on one core: {one.per_s:.1f} answers/s, dispatcher {one.dispatcher_ms:.2f} ms an answer")
+    print(
+        f"one process on one core: {one.per_s:.1f} answers/s, dispatcher {one.dispatcher_ms:.2f} ms an answer"
+    )
     print("processes  answers  answers/s  ratio  plain: computing, forking  dispatcher ms  machine ms")
     for count in options.processes:
         some = answers[: max(FEWEST, len(answers) * count // max(options.processes))]
