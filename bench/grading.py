@@ -1,18 +1,29 @@
 """Measures the grading pool: answers per second with one process and with all cores, and the cost of starting a program.
 
-    python bench/grading.py                 4,096 answers, half programs with 20 tests, half mathematics
-    python bench/grading.py --answers 256   a short run
+    python bench/grading.py                        4,096 answers, half programs with 20 tests, half mathematics
+    python bench/grading.py --answers 256          a short run
+    python bench/grading.py --processes 1 8 16     other numbers of processes than one and all cores
 
-Prints the rate with one worker and with all cores, their ratio to cores times one, and the overhead of a warmed start: the
-wall-clock time of an empty script in its sandbox, and of a program with 20 tests that do nothing, per test.
+Prints the overhead of a warmed start: the wall-clock time of an empty script in its sandbox, and of a program with 20 tests that do
+nothing, per test. Then for each number of processes, with equally many answers for each process:
+
+    ratio          answers per second, to processes times those of one process that is kept on one core. Without that, "one process" is
+                   more than one core: a program, its tests and what watches them run at the same time
+    plain          the same ratio of two loops without the pool, one that computes and one that forks: what the machine itself reaches.
+                   Cores that are two threads of one processor core, or that other guests use, do not reach 1
+    dispatcher     milliseconds of processor time of the pool's own process for one answer. Its threads share one interpreter
+                   lock, so this must be far below the time for an answer divided by the number of processes
+    machine        milliseconds of processor time of the whole machine for one answer; only meaningful if nothing else runs
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.tasks.grading.math_grader import grade_expression
@@ -24,6 +35,10 @@ from shoal.tasks.task import Problem, Reward, Split
 NUM_TESTS = 20
 WORK = 4000
 """Steps of the loop in each program: about a millisecond for each test."""
+PLAIN_S = 1.5
+"""Seconds that each loop without the pool is measured."""
+FEWEST = 512
+"""Least number of answers of a measurement, or all there are."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,17 @@ class Mixture:
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         grade = grade_program if problem.check.startswith("{") else grade_expression
         return grade(problem, text)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What grading some answers took."""
+
+    per_s: float
+    dispatcher_ms: float
+    """Processor time of this process for one answer."""
+    machine_ms: float
+    """Processor time of the whole machine for one answer."""
 
 
 def make_answers(count: int) -> list[Answer]:
@@ -57,18 +83,76 @@ def make_answers(count: int) -> list[Answer]:
     return answers
 
 
-def rate(answers: list[Answer], workers: int) -> float:
-    """Returns the answers per second of a warmed pool."""
-    pool = GradingPool(workers)
-    pool.grade(Mixture(), answers[: 8 * workers])  # starts the processes of every thread
-    started_s = time.perf_counter()
-    rewards = pool.grade(Mixture(), answers)
-    took_s = time.perf_counter() - started_s
+def speed(answers: list[Answer], processes: int, *, cores: set[int] | None = None) -> Speed:
+    """Grades the answers with a warmed pool, whose processes run on these cores only."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or allowed)  # threads and processes that start later inherit it
+    try:
+        pool = GradingPool(processes)
+        pool.grade(Mixture(), answers[: 8 * processes])  # starts the processes of every thread
+        started_s, own_s, all_s = time.perf_counter(), time.process_time(), machine_s()
+        rewards = pool.grade(Mixture(), answers)
+        took_s = time.perf_counter() - started_s
+        own_s, all_s = time.process_time() - own_s, machine_s() - all_s
+        pool.close()
+    finally:
+        os.sched_setaffinity(0, allowed)
     right = sum(reward.value for reward in rewards)
     wanted = sum(number % 4 != 3 for number in range(len(answers)))
     assert right == wanted, f"{right:.0f} answers are right, expected {wanted}"
-    pool.close()
-    return len(answers) / took_s
+    count = len(answers)
+    return Speed(count / took_s, 1000 * own_s / count, 1000 * all_s / count)
+
+
+def machine_s() -> float:
+    """Returns the processor time of all processes since the machine started."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+# -- without the pool -------------------------------------------------------------------------------------
+
+
+def compute() -> None:
+    """Does the work of one test."""
+    for _ in range(WORK):
+        pass
+
+
+def fork() -> None:
+    """Starts a process that ends at once, as every sandbox does several times."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def plain_per_s(act: Callable[[], None], processes: int) -> float:
+    """Returns how often this many processes can do something in a second, all together."""
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(processes)
+    counts = context.SimpleQueue()
+    children = [context.Process(target=repeat, args=(act, start, counts)) for _ in range(processes)]
+    for child in children:
+        child.start()
+    total = sum(counts.get() for _ in children)
+    for child in children:
+        child.join()
+    return total / PLAIN_S
+
+
+def repeat(act: Callable[[], None], start, counts) -> None:  # type: ignore[no-untyped-def]
+    """Runs in each process: repeats `act` until the time is over."""
+    start.wait(60.0)
+    end_s, count = time.perf_counter() + PLAIN_S, 0
+    while time.perf_counter() < end_s:
+        act()
+        count += 1
+    counts.put(count)
+
+
+# -- starts -----------------------------------------------------------------------------------------------
 
 
 def start_cost_ms(count: int) -> tuple[float, float]:
@@ -89,23 +173,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--answers", type=int, default=4096, help="number of answers (default: 4096)")
+    cores = sorted(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=4096,
+        help="answers for the largest number of processes (default: 4096)",
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, len(cores)], help="default: 1 and all cores"
+    )
     parser.add_argument(
         "--starts", type=int, default=50, help="number of starts that are measured (default: 50)"
     )
     options = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    print(f"level {best_level()}, {cores} cores, load {os.getloadavg()[0]:.1f} before the start")
+    print(f"level {best_level()}, {len(cores)} cores, load {os.getloadavg()[0]:.1f} before the start")
     script_ms, test_ms = start_cost_ms(options.starts)
     print(
         f"warmed start: {script_ms:.1f} ms a script, {test_ms:.2f} ms a test of a program with {NUM_TESTS} tests"
     )
     answers = make_answers(options.answers)
-    one, all_cores = rate(answers, 1), rate(answers, cores)
-    print(f"{options.answers} answers: {one:.1f}/s with 1 process, {all_cores:.1f}/s with {cores}")
+    one = speed(answers[: max(FEWEST, len(answers) // max(options.processes))], 1, cores={cores[0]})
+    plain = {act: plain_per_s(act, 1) for act in (compute, fork)}
     print(
-        f"ratio to {cores} times one: {all_cores / (cores * one):.2f}; load {os.getloadavg()[0]:.1f} at the end"
+        f"one process on one core: {one.per_s:.1f} answers/s, dispatcher {one.dispatcher_ms:.2f} ms an answer"
     )
+    print("processes  answers  answers/s  ratio  plain: computing, forking  dispatcher ms  machine ms")
+    for count in options.processes:
+        some = answers[: max(FEWEST, len(answers) * count // max(options.processes))]
+        found = speed(some, count)
+        reached = [plain_per_s(act, count) / (count * alone) for act, alone in plain.items()]
+        print(
+            f"{count:9}  {len(some):7}  {found.per_s:9.1f}  {found.per_s / (count * one.per_s):5.2f}  "
+            f"{reached[0]:16.2f}  {reached[1]:7.2f}  {found.dispatcher_ms:13.2f}  {found.machine_ms:10.2f}",
+            flush=True,
+        )
+    print(f"load {os.getloadavg()[0]:.1f} at the end")
 
 
 if __name__ == "__main__":

@@ -186,6 +186,17 @@ def test_answers_may_be_graded_in_any_thread() -> None:
     assert found == [R, R, R]
 
 
+def test_packages_are_searched_only_before_the_child_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = math_grader()
+    assert grader.compare("p - q", "-q + p").outcome is R
+    searched: list[str] = []
+    monkeypatch.setattr("importlib.util.find_spec", searched.append)
+    assert grader.compare("p - q", "q - p").outcome is W
+    assert not searched, (
+        "the pool's threads share one interpreter lock, and the search takes as long as the rest"
+    )
+
+
 def test_a_child_that_died_is_replaced() -> None:
     grader = math_grader()
     assert grader.compare("p - q", "-q + p").outcome is R

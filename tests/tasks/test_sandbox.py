@@ -338,6 +338,11 @@ REFUSED = {
     "socket": ((41, 198), "(1, 1, 0)"),
     "sendto with an address": ((44, 206), "(0, b'x', 1, 0, b'\\1\\0x', 3)"),
     "sendmsg": ((46, 211), "(0, 0, 0)"),
+    # All programs of a server share its namespace for IPC.
+    "shmget": ((29, 194), "(0, 4096, 0o1666)"),
+    "msgget": ((68, 186), "(0, 0o1666)"),
+    "semget": ((64, 190), "(0, 1, 0o1666)"),
+    "mq_open": ((240, 180), "(b'x', 0o102, 0o666, 0)"),
     "execve": ((59, 221), "(b'/bin/sh', 0, 0)"),
     "execveat": ((322, 281), "(-100, b'/bin/sh', 0, 0, 0)"),
     "setuid": ((105, 146), "(0,)"),

@@ -355,7 +355,7 @@ class Sandbox:
         self._give_up_s = time.monotonic() + MAX_STRETCH * limits.wall_s + GRACE_S
         self._cleanup = contextlib.ExitStack()
         self._result: ScriptResult | None = None
-        job = asdict(limits) | {"mode": mode}
+        job = _limits_of(limits) | {"mode": mode}
         if level in ("user", "limits"):
             folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
             job["folder"] = self._cleanup.enter_context(folder)
@@ -435,14 +435,21 @@ class Sandbox:
         return b"".join(pieces)
 
 
+@functools.lru_cache(maxsize=16)  # asdict takes as long as all system calls that start a program
+def _limits_of(limits: SandboxLimits) -> dict[str, object]:
+    return asdict(limits)
+
+
 @contextlib.contextmanager
 def _file_of(data: bytes) -> Iterator[int]:
     """Opens a file in memory with these bytes, at its start."""
-    fd = os.memfd_create("shoal")
+    fd = os.memfd_create("shoal") if data else os.open(os.devnull, os.O_RDONLY)
     try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(data)
-        os.lseek(fd, 0, os.SEEK_SET)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        if data:
+            os.lseek(fd, 0, os.SEEK_SET)
         yield fd
     finally:
         os.close(fd)

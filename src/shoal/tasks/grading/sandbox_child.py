@@ -59,11 +59,12 @@ WARM = (
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWUSER = 0x10000000
 _SERVER_NAMESPACES = 0x20000 | 0x4000000 | 0x8000000 | 0x40000000
-"""New namespaces of the server for mounts, host name, IPC and network."""
-_PROCESSES = 0x8000000 | 0x20000000
-"""New namespaces for IPC and processes."""
+"""New namespaces of the server for mounts, host name, IPC and network. Jobs share that for IPC: the filter of system calls allows
+no call that could use it."""
+_PROCESSES = 0x20000000
+"""A new namespace for processes."""
 _JOB_NAMESPACES = 0x20000 | _PROCESSES
-"""New namespaces of each job: those and one for mounts."""
+"""New namespaces of each job: that and one for mounts."""
 _ISOLATED = ("bubblewrap", "namespace")
 """Levels at which every job has namespaces of its own."""
 _OWN_PROCESSES = (*_ISOLATED, "gvisor")
@@ -125,6 +126,9 @@ def _build_server(level: str, folder: str) -> bool:
                 _enter(folder, flags)
                 return True
         return False
+    if level == "bubblewrap":
+        # Otherwise the mounts of jobs would appear in the server and in other jobs.
+        _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     if level == "gvisor":
         # Hides /proc, where jobs would see each other's processes. Once for all jobs: gVisor has one mount namespace.
         _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
@@ -245,7 +249,6 @@ def _isolate(job: Job, uid: int | None) -> None:
     """Gives a job processes and a /tmp of its own, or a folder and orphaned processes where there are no namespaces."""
     if job["level"] in _ISOLATED:
         _call("unshare", _JOB_NAMESPACES)
-        _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         limits = f"size={job['disk_bytes']},nr_inodes={MAX_FILES},mode=1777"
         _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
         if job["level"] == "bubblewrap":
@@ -483,13 +486,11 @@ def _write(path: str, text: str) -> None:
 
 
 def _close_all_but(keep: Collection[int]) -> None:
-    highest = 256  # this process opens few files, and the limit on open files may be a million
-    for fd in range(highest):
-        if fd not in keep:
-            try:
-                os.close(fd)
-            except OSError:
-                continue  # it was not open
+    lowest, highest = 0, 256  # this process opens few files, and the limit on open files may be a million
+    for fd in (*sorted(keep), highest):
+        if lowest < fd:  # closerange(0, 0) closes all files
+            os.closerange(lowest, fd)
+        lowest = fd + 1
 
 
 if __name__ == "__main__":
