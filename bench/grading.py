@@ -136,7 +136,7 @@ def plain_per_s(act: Callable[[], None], processes: int) -> float:
     children = [context.Process(target=repeat, args=(act, start, counts)) for _ in range(processes)]
     for child in children:
         child.start()
-    total = sum(counts.get() for _ in children)
+    total: int = sum(counts.get() for _ in children)
     for child in children:
         child.join()
     return total / PLAIN_S
