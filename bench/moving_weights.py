@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shoal.cli.commands.toploc import (
+    CalibratedTask,
     _check,
     _generate,
     _measured_pair,
@@ -50,6 +51,7 @@ from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerance
 SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 """The seed of `_task_requests`."""
 PER_SUBMISSION, NEW_TOKENS = 16, 24
+TASK = CalibratedTask(TaskSpec(name="sort"), temperature=1.0)
 KINDS: dict[str, Callable[[Engine], Engine]] = {
     "honest": lambda engine: engine,
     "int8": lambda engine: AlteredEngine(engine, lambda weight: quantised_by_channel(weight, bits=8)),
@@ -61,8 +63,8 @@ TERMS = CalibrationTerms(SEED, Sampling(max_new_tokens=NEW_TOKENS, samples_per_p
 class Version:
     """A model on the way of the training."""
 
-    def __init__(self, folder: Path, task: Task) -> None:
-        self.folder, self.task = folder, task
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.policy = LoadedPolicy(0, load_decoder(folder, torch.bfloat16), load_tokenizer(folder))
         self.made_by = compute_class(self._engine("honest"), device="cpu", compute_dtype="bfloat16")
 
@@ -76,7 +78,7 @@ class Version:
     def calibrate(self, rows: int) -> Noise:
         engine = AutoEngine(compute_dtype="bfloat16", proof=ProofSpec(), max_rows=64, device="cpu")
         engine.load(self.folder, 0)
-        requests = _spread_lengths(_task_requests(engine, self.task, rows, NEW_TOKENS, 1.0))
+        requests = _spread_lengths(_task_requests(engine, TASK, rows, NEW_TOKENS))
         table = _generate(engine, requests, self.made_by, threading.Event())
         facts = _check(table, self.policy, TERMS, threading.Event())
         return _noise_of(
@@ -86,9 +88,7 @@ class Version:
     def judge(self, kind: str, submissions: int, noises: dict[str, Noise], skip: int) -> dict[str, str]:
         """Returns, by calibration: refused, void of the submissions, and the mean standard score of each statistic."""
         engine = self._engine(kind)
-        requests = _task_requests(engine, self.task, skip + submissions * PER_SUBMISSION, NEW_TOKENS, 1.0)[
-            skip:
-        ]
+        requests = _task_requests(engine, TASK, skip + submissions * PER_SUBMISSION, NEW_TOKENS)[skip:]
         table = _generate(engine, requests, self.made_by, threading.Event())
         facts = _check(table, self.policy, TERMS, threading.Event())
         found = {}
@@ -155,13 +155,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="rows of a calibration (default: 1024)")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 7, 10, 40, 160])
     options = parser.parse_args()
-    began_s, task = time.monotonic(), make_task(TaskSpec(name="sort"))
+    began_s, task = time.monotonic(), make_task(TASK.spec)
     print(f"refused, void of {options.submissions} submissions, and mean standard scores", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folders = train(Path(scratch), task, options.steps)
-        first = Version(folders[0], task).calibrate(options.rows)
+        first = Version(folders[0]).calibrate(options.rows)
         for steps, folder in zip((0, *options.steps), folders, strict=True):
-            version = Version(folder, task)
+            version = Version(folder)
             noises = {"first": first, "own": version.calibrate(options.rows) if steps else first}
             for kind in KINDS:
                 found = version.judge(kind, options.submissions, noises, skip=options.rows)

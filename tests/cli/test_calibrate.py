@@ -1,5 +1,6 @@
 """`shoal toploc prove` and `calibrate`, and a run file that names what they wrote."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,7 @@ def test_a_calibration_is_of_one_temperature_and_one_size_of_proofs(
     beside = calibration.parent / "colder.toml"
     text = (RUNS / "demo.toml").read_text().replace("[run]\n", '[run]\ncalibration = "noise.json"\n', 1)
     beside.write_text(text.replace("temperature = 1.0", "temperature = 0.6"))
-    with pytest.raises(
-        ValueError, match=r"at temperature 1, sampling\.temperature is 0\.6; prove and calibrate"
-    ):
+    with pytest.raises(ValueError, match=r"at temperature 1, task 'sort' has 0\.6; calibrate this run file"):
         load_run_file(beside).spec()
     beside.write_text(text + "\n[proof]\ntopk = 64\n")
     with pytest.raises(ValueError, match="the calibration was measured with topk = 128, segment_tokens = 32"):
@@ -125,6 +124,57 @@ def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
     assert noise.draws is not None and noise.token_sizes == (1, 2, 4, 8)
     units = [moments.segments for moments in (*noise.draws.by_size, *noise.mismatches.by_size)]
     assert min(units) >= MIN_SEGMENTS, "answers of every length are judged by the calibration"
+
+
+def test_a_run_of_several_tasks_measures_each_of_them_at_its_temperatures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task has other prompts and lengths, and a cold evaluation has larger log-prob errors."""
+    monkeypatch.setattr("shoal.cli.commands.toploc.SHORT_RUN_ROWS", 256)
+    file, out = tmp_path / "run.toml", tmp_path / "noise.json"
+    terms = tomllib.loads((RUNS / "demo.toml").read_text())
+    file.write_text(
+        f"""
+        [run]
+        name = "two-tasks"
+        model = "tiny"
+        compute_dtype = "bfloat16"
+        last_version = 4
+        [[task]]
+        name = "sort"
+        [[task]]
+        name = "sort"
+        label = "longer"
+        options = {{ length = 5 }}
+        [[eval]]
+        task = "sort"
+        every = 2
+        prompts = 4
+        samples = 1
+        [[eval]]
+        task = "sort"
+        label = "cold"
+        every = 2
+        prompts = 4
+        samples = 1
+        temperature = 0.5
+        [sampling]
+        max_new_tokens = {terms["sampling"]["max_new_tokens"]}
+        """
+    )
+    assert main(["toploc", "calibrate-run", str(file), "--out", str(out)]) == 0
+    noise = load_run_file(file, calibration=out).spec().noise
+    assert noise is not None and noise.temperatures == (1.0, 0.5)
+    of_tasks = [line.rpartition(", ")[2] for line in noise.measured]
+    assert sorted(set(of_tasks)) == ["task longer: 256 rows", "task sort: 256 rows"]
+    (cold,) = noise.other_temperatures
+    assert {line.rpartition(", ")[2] for line in cold.measured} == {"evaluation cold: 256 rows"}
+    assert [pair.checked_by.split("/")[1] for pair in noise.pairs] == ["prefill", "plain"]
+    assert noise.at(0.5) is cold and noise.at(1.0) is noise
+
+    file.write_text(file.read_text().replace("temperature = 0.5", "temperature = 0.7"))
+    with pytest.raises(ValueError, match=r"at temperature 1 and 0\.5, evaluation 'cold' has 0\.7; calibrate"):
+        load_run_file(file, calibration=out).spec()
 
 
 def test_answers_of_one_token_cannot_be_calibrated(

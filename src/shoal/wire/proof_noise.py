@@ -85,6 +85,18 @@ class Noise(Record):
     pairs: tuple[PairNoise, ...] = ()
     """The noise of single pairs of compute classes. The other fields are for all of them together, with the widest tails."""
 
+    other_temperatures: tuple["Noise", ...] = ()
+    """The same measurements at the other temperatures of a run, whose tasks or evaluations have their own."""
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures that were measured."""
+        return (self.temperature, *(one.temperature for one in self.other_temperatures))
+
+    def at(self, temperature: float) -> "Noise":
+        """Returns the noise of rows that were sampled at one of `temperatures`."""
+        return {one.temperature: one for one in (self, *self.other_temperatures)}[temperature]
+
     def of_pair(self, made_by: str, checked_by: str) -> "Noise | None":
         """Returns the noise of a pair of compute classes, or None if it was not measured."""
         for pair in self.pairs:

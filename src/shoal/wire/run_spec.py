@@ -240,6 +240,12 @@ class RunSpec(Record):
                 self._check_noise(noise)
         return self
 
+    def _temperatures(self) -> dict[str, float]:
+        """Returns the temperature of each task and evaluation, by a name for messages."""
+        named = {f"task {one.title!r}": one for one in self.tasks}
+        named |= {f"evaluation {one.task.title!r}": one.task for one in self.evals}
+        return {what: self.sampling.of(task).temperature for what, task in named.items()}
+
     def _check_noise(self, noise: Noise) -> None:
         """Raises ValueError for the noise of another dtype, temperature or proof format: honest work would be refused."""
         if noise.compute_dtype != self.compute_dtype:
@@ -247,19 +253,12 @@ class RunSpec(Record):
                 f"the calibration was measured in {noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
                 "calibrate in the run's dtype"
             )
-        if noise.temperature != self.sampling.temperature:
-            raise ValueError(
-                f"the calibration was measured at temperature {noise.temperature:g}, sampling.temperature is "
-                f"{self.sampling.temperature:g}; prove and calibrate with --temperature {self.sampling.temperature:g}"
-            )
-        for kind, task in (
-            *(("task", one) for one in self.tasks),
-            *(("evaluation", one.task) for one in self.evals),
-        ):
-            if task.sampling.temperature not in (None, noise.temperature):
+        for what, temperature in self._temperatures().items():
+            if temperature not in noise.temperatures:
+                known = " and ".join(f"{one:g}" for one in noise.temperatures)
                 raise ValueError(
-                    f"the calibration was measured at temperature {noise.temperature:g}, {kind} {task.title!r} has "
-                    f"{task.sampling.temperature:g}; a calibrated run has one temperature"
+                    f"the calibration was measured at temperature {known}, {what} has {temperature:g}; calibrate this run file "
+                    "(shoal toploc calibrate-run), which measures all its temperatures, or set that temperature here"
                 )
         measured = (noise.topk, noise.segment_tokens)
         if measured != (self.proof.topk, self.proof.segment_tokens):

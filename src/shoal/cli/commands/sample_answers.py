@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.model.stop_strings import text_before_stop
-from shoal.model.tokenizer import ChatSetting
+from shoal.model.tokenizer import ChatSetting, Tokenizer
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Reward, Split, Task, make_task
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.hub_files import with_hub_files
@@ -193,9 +193,7 @@ def _requests(
 ) -> list[Any]:
     from shoal.rollout.engine.api import GenerationRequest
 
-    turns = tuple((turn.role, turn.content) for turn in conversation_before(task, spec, one.problem))
-    setting = ChatSetting(turns, spec.chat_template_kwargs)
-    prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat, setting=setting))
+    prompt = encode_problem(engine.tokenizer, task, spec, one.problem)
     source = hashlib.sha256(f"draw/{draw.seed}".encode()).hexdigest()
     return [
         GenerationRequest(
@@ -209,6 +207,13 @@ def _requests(
         )
         for sample in range(draw.samples)
     ]
+
+
+def encode_problem(tokenizer: Tokenizer, task: Task, spec: TaskSpec, problem: Problem) -> tuple[int, ...]:
+    """Returns the tokens of a problem's prompt, as a worker that leases it encodes them."""
+    turns = tuple((turn.role, turn.content) for turn in conversation_before(task, spec, problem))
+    setting = ChatSetting(turns, spec.chat_template_kwargs)
+    return tuple(tokenizer.encode_prompt(problem.prompt, chat=task.chat, setting=setting))
 
 
 def _graded(

@@ -6,6 +6,7 @@ Prove on one machine and calibrate on another to measure the noise between the t
 import argparse
 import hashlib
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal import toploc
-from shoal.cli.commands.sample_answers import load_engine, model_folder
+from shoal.cli.commands.sample_answers import encode_problem, load_engine, model_folder
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.ui.progress_bar import progress
 from shoal.files import write_bytes_atomically
@@ -25,13 +26,13 @@ from shoal.rollout.engine.selection import AutoEngine, compute_class
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.swarm.validator.recompute import CalibrationTerms, recompute
-from shoal.tasks import Task, make_task
+from shoal.tasks import make_task
 from shoal.tasks.task_errors import pose_problem
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise, PairNoise
 from shoal.wire.requirements import ComputeClass
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
-from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.run_spec import OwnSampling, ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
 from shoal.wire.seeded_draw import sample_seed
 
 SAMPLES = 4
@@ -41,6 +42,8 @@ MAX_MISSES = 0.02
 """Largest share of draws beyond a run's tolerance in rows that count as honest."""
 RUN_ROWS, RUN_TOKENS = 512, 512
 """Rows that a run generates to calibrate itself, and most tokens of each: half a minute of a 0.5B model on a GPU."""
+TASK_ROWS = 256
+"""Fewest rows of each task, if a run has several: 200 must have a proof, and the shortest rows have none."""
 LENGTHS = 16
 """Different lengths of every second row of a run's calibration, from 1 token to the limit. Training changes how long answers are: a random
 model never ends one, and a trained one would have only lengths that were not measured."""
@@ -58,10 +61,10 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
         )
     with model_folder(options.model) as folder:
         engine = load_engine(folder, options)
-        task = make_task(TaskSpec(name=options.task))
+        part = CalibratedTask(TaskSpec(name=options.task), options.temperature)
         table = _generate(
             engine,
-            _task_requests(engine, task, options.rows, options.max_new_tokens, options.temperature),
+            _task_requests(engine, part, options.rows, options.max_new_tokens),
             compute_class(engine, device=options.device, compute_dtype=options.dtype),
             stop,
         )
@@ -74,17 +77,17 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Generates rows with the model, the task and the terms of a run file, checks them like a validator, and writes a noise file."""
+    """Generates rows with the model, the tasks and the terms of a run file, checks them like a validator, and writes a noise file."""
     file = load_run_file(options.file, overrides=options.set)
     spec = file.spec()
-    task = make_task(spec.task)
-    cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.tasks), RUN_TOKENS)
+    cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.task_specs()), RUN_TOKENS)
     if cap < 2:
         raise ValueError(
             f"{options.file}: an answer of max_new_tokens = {cap} has no proof, so there is no noise to measure; set "
             "sampling.max_new_tokens to 2 or more, or compute_dtype to float32, whose draws are exact"
         )
-    rows = SHORT_RUN_ROWS if cap <= SHORT_TOKENS else RUN_ROWS
+    tasks = _calibrated_tasks(spec)
+    rows = max((SHORT_RUN_ROWS if cap <= SHORT_TOKENS else RUN_ROWS) // len(tasks), TASK_ROWS)
     with model_folder(options.model or file.run.model) as folder:
         options.engine, options.tensor_parallel = file.local.engine, 1
         options.draft, options.draft_rows = None, 1
@@ -93,9 +96,14 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
         policy = LoadedPolicy(
             0, load_causal(folder, DTYPES[spec.compute_dtype], options.device), load_tokenizer(folder)
         )
-        requests = _spread_lengths(_task_requests(engine, task, rows, cap, spec.sampling.temperature))
-        terms = CalibrationTerms(_SEED, spec.sampling, spec.proof)
-        pairs: list[MeasuredPair] = []
+        requests = [
+            request
+            for number, task in enumerate(tasks)
+            for request in _spread_lengths(
+                _task_requests(engine, task, rows, cap, first_prompt=number * rows)
+            )
+        ]
+        pairs: dict[float, list[MeasuredPair]] = defaultdict(list)
         num_tokens = 0
         for weights in (None, *spec.admitted_weights.formats):
             own = policy
@@ -107,14 +115,24 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
                 own = policy.with_weights(weights)
             made_by = compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype)
             table = _generate(engine, requests, made_by, stop)
-            for path in (own, replace(own, plain=True)):
-                facts = _check(table, path, terms, stop)
-                _check_same_model(options.file, facts, spec.compute_dtype)
-                pairs.append(_measured_pair(table, facts, table.made_by, path))
+            for number, task in enumerate(tasks):
+                own_rows = tuple(row for row in table.rows if row.prompt_index // rows == number)
+                of_task = replace(table, rows=own_rows)
+                terms = _terms(spec, task.temperature)
+                for path in (own, replace(own, plain=True)):
+                    facts = _check(of_task, path, terms, stop)
+                    _check_same_model(options.file, facts, spec.compute_dtype)
+                    pair = _measured_pair(of_task, facts, table.made_by, path)
+                    pairs[task.temperature].append(pair._replace(task=task.title if len(tasks) > 1 else ""))
             num_tokens += sum(len(row.output_tokens) for row in table.rows)
-    noise = _noise_of(pairs, _model_name(file.run.model), spec.compute_dtype, terms)
+    noise, *others = [
+        _noise_of(of_one, _model_name(file.run.model), spec.compute_dtype, _terms(spec, temperature))
+        for temperature, of_one in pairs.items()
+    ]
+    noise = noise.model_copy(update={"other_temperatures": tuple(others)})
     write_bytes_atomically(options.out, noise.model_dump_json(indent=1).encode())
-    print(f"{options.out}: {len(requests) * len(pairs) // 2} rows, {num_tokens:,} tokens")
+    num_rows = sum(len(pair.units) for of_one in pairs.values() for pair in of_one) // 2
+    print(f"{options.out}: {num_rows:,} rows, {num_tokens:,} tokens")
     return 0
 
 
@@ -140,6 +158,14 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     return 0
 
 
+class CalibratedTask(NamedTuple):
+    """A task at the temperature of its rows."""
+
+    spec: TaskSpec
+    temperature: float
+    title: str = ""
+
+
 class MeasuredPair(NamedTuple):
     """The rows of one compute class as another one checked them."""
 
@@ -147,6 +173,13 @@ class MeasuredPair(NamedTuple):
     checked_by: str
     units: list[list[toploc.SegmentCheck | toploc.TokenBlock]]
     prompts: list[int]
+    task: str = ""
+    """The task of the rows, if several were measured."""
+
+    @property
+    def name(self) -> str:
+        """The name of the measurement in the noise file."""
+        return f"{self.made_by} to {self.checked_by}" + (f", {self.task}" if self.task else "")
 
 
 def _measured_pair(
@@ -159,28 +192,30 @@ def _measured_pair(
 def _noise_of(
     pairs: Sequence[MeasuredPair], model: str, dtype: ComputeDtype, terms: CalibrationTerms
 ) -> Noise:
-    """Returns the noise of all pairs together, with that of each pair."""
-    names = [f"{pair.made_by} to {pair.checked_by}" for pair in pairs]
+    """Returns the noise of all pairs together, with that of each pair of compute classes."""
     measured = {
         "temperature": terms.sampling.temperature,
         "topk": terms.proof.topk,
         "segment_tokens": terms.proof.segment_tokens,
     }
 
-    def measure(chosen: Sequence[int]) -> Noise:
+    def measure(chosen: Sequence[MeasuredPair]) -> Noise:
         noise = toploc.measure_noise(
-            {names[one]: pairs[one].units for one in chosen},
+            {pair.name: pair.units for pair in chosen},
             model=model,
             compute_dtype=dtype,
-            prompts={names[one]: pairs[one].prompts for one in chosen},
+            prompts={pair.name: pair.prompts for pair in chosen},
         )
         return noise.model_copy(update=measured)
 
+    by_classes: dict[tuple[str, str], list[MeasuredPair]] = defaultdict(list)
+    for pair in pairs:
+        by_classes[pair.made_by, pair.checked_by].append(pair)
     each = tuple(
-        PairNoise(made_by=pair.made_by, checked_by=pair.checked_by, noise=measure([place]))
-        for place, pair in enumerate(pairs)
+        PairNoise(made_by=made_by, checked_by=checked_by, noise=measure(of_classes))
+        for (made_by, checked_by), of_classes in by_classes.items()
     )
-    return measure(range(len(pairs))).model_copy(update={"pairs": each})
+    return measure(pairs).model_copy(update={"pairs": each})
 
 
 # -- the parts ----------------------------------------------------------------------------------------------
@@ -215,23 +250,49 @@ def _spread_lengths(requests: Sequence[GenerationRequest]) -> list[GenerationReq
     return found
 
 
+def _calibrated_tasks(spec: RunSpec) -> list[CalibratedTask]:
+    """Returns every task with the temperatures it is sampled at, those of `sampling.temperature` first.
+
+    An evaluation is left out if it asks like a task that is trained on, at the same temperature.
+    """
+    titled = [(f"task {one.title}", one) for one in spec.tasks]
+    titled += [(f"evaluation {one.task.title}", one.task) for one in spec.evals]
+    found: dict[str, CalibratedTask] = {}
+    for title, task in titled:
+        temperature = spec.sampling.of(task).temperature
+        asked = task.model_copy(
+            update={"label": "", "weight": 1.0, "sampling": OwnSampling(temperature=temperature)}
+        )
+        found.setdefault(asked.model_dump_json(), CalibratedTask(asked, temperature, title))
+    return sorted(found.values(), key=lambda one: one.temperature != spec.sampling.temperature)
+
+
+def _terms(spec: RunSpec, temperature: float) -> CalibrationTerms:
+    return CalibrationTerms(_SEED, spec.sampling.model_copy(update={"temperature": temperature}), spec.proof)
+
+
 def _task_requests(
-    engine: Engine, task: Task, rows: int, max_new_tokens: int, temperature: float
+    engine: Engine, measured: CalibratedTask, rows: int, max_new_tokens: int, *, first_prompt: int = 0
 ) -> list[GenerationRequest]:
-    problems = [pose_problem(task, "train", seed) for seed in range(-(-rows // SAMPLES))]
-    places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
-    tokens = [tuple(engine.tokenizer.encode_prompt(problem.prompt, chat=task.chat)) for problem in problems]
+    """Returns requests of SAMPLES rows for each problem, whose prompts are numbered from `first_prompt`."""
+    task = make_task(measured.spec)
+    prompts = [
+        encode_problem(engine.tokenizer, task, measured.spec, pose_problem(task, "train", seed))
+        for seed in range(-(-rows // SAMPLES))
+    ]
     return [
         GenerationRequest(
-            prompt_index=prompt,
+            prompt_index=number,
             sample_index=sample,
-            prompt_tokens=tokens[prompt],
-            sample_seed=sample_seed(_SEED, prompt, sample),
+            prompt_tokens=tokens,
+            sample_seed=sample_seed(_SEED, number, sample),
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            temperature=measured.temperature,
+            stop=measured.spec.stop,
         )
-        for prompt, sample in places[:rows]
-    ]
+        for number, tokens in enumerate(prompts, first_prompt)
+        for sample in range(SAMPLES)
+    ][:rows]
 
 
 def read_rows(path: Path) -> RolloutTable:

@@ -46,7 +46,7 @@ class RunSettings(Record):
     """Whether a bfloat16 run may start without a calibration. Then int8 weights and steered draws pass."""
     recalibrate_at: float = Field(default=RECALIBRATE_AT, ge=0)
     """How far weights may move from those of the calibration, relative to their norm, before it is repeated. It is
-    repeated at versions 16, 64, 256, ... as well. 0: never."""
+    repeated at versions 4, 8, 16, 32, ... as well. 0: never."""
     last_version: int = Field(ge=0)
     """The last version to train; 0: only evaluates the model."""
     max_lag: int = Field(default=2, ge=0)

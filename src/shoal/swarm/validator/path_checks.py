@@ -177,7 +177,8 @@ def _noise_for(
 ) -> tuple[Noise | None, dict[str, float | int | str]]:
     """Returns the noise of the pair of compute classes, or of all pairs if it was not measured, and what the evidence says of it."""
     made_by, checked_by = table.made_by, str(policy.compute_class())
-    of_all = spec.noise_of(claim.policy_version)
+    calibration = spec.noise_of(claim.policy_version)
+    of_all = calibration and calibration.at(claim.lease.sampling.temperature)
     noise = (of_all and of_all.of_pair(made_by, checked_by)) or of_all
     about: dict[str, float | int | str] = {}
     if of_all is not None:
