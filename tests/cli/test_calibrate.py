@@ -146,6 +146,12 @@ def test_a_run_of_several_tasks_measures_each_of_them_at_its_temperatures(
         name = "sort"
         label = "longer"
         options = {{ length = 5 }}
+        difficulty = true
+        [[eval]]
+        task = "longer"
+        every = 2
+        prompts = 4
+        samples = 1
         [[eval]]
         task = "sort"
         every = 2

@@ -261,7 +261,12 @@ def _calibrated_tasks(spec: RunSpec) -> list[CalibratedTask]:
     for title, task in titled:
         temperature = spec.sampling.of(task).temperature
         asked = task.model_copy(
-            update={"label": "", "weight": 1.0, "sampling": OwnSampling(temperature=temperature)}
+            update={
+                "label": "",
+                "weight": 1.0,
+                "difficulty": False,
+                "sampling": OwnSampling(temperature=temperature),
+            }
         )
         found.setdefault(asked.model_dump_json(), CalibratedTask(asked, temperature, title))
     return sorted(found.values(), key=lambda one: one.temperature != spec.sampling.temperature)
