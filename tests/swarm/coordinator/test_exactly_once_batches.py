@@ -209,6 +209,7 @@ def test_work_in_flight_is_bounded(tmp_path: Path) -> None:
         swarm.announce(version)
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
+    swarm.tick()
     # Four of them get the work that they owe: one step needs 4 groups, and newcomers may hold as many again.
     for node in nodes[:4]:
         assert len(node.lease().prompts) == 2

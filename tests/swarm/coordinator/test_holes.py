@@ -200,6 +200,10 @@ def test_an_abandoned_seed_is_leased_again(swarm: SmallSwarm) -> None:
     # Letting the lease expire has the same effect: no prompt is left out, but a node that is too slow has twice the time.
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
+    refused = refusal(node.lease)
+    assert refused.code == "request.too_early" and refused.problem.retry_after_s == 1.0
+    assert f"lease {held.lease_id} ran out and is being voided" in refused.problem.detail
+    swarm.tick()
     again = node.lease()
     assert (again.unit, again.seed, again.prompts) == (first.lease_id, first.seed, first.prompts)
     assert again.deadline_s - again.issued_at_s == 2 * swarm.config.lease_s

@@ -207,12 +207,12 @@ def test_two_tasks_with_the_same_name_are_refused() -> None:
         RunSpec.model_validate_json(MIXED.model_copy(update={"evals": twice}).model_dump_json())
 
 
-def test_a_calibrated_run_has_one_temperature() -> None:
+def test_a_calibrated_run_has_measured_temperatures_only() -> None:
     noise = json.loads(SHIPPED_NOISE.read_bytes())
     own = {"compute_dtype": noise["compute_dtype"], "noise": noise, "evals": ()}
     terms = json.loads(MIXED.model_dump_json()) | own
     with pytest.raises(
-        ValueError, match=r"measured at temperature 1, task 'sums' has 0\.6; a calibrated run has one"
+        ValueError, match=r"measured at temperature 1, task 'sums' has 0\.6; calibrate this run file"
     ):
         RunSpec.model_validate_json(json.dumps(terms))
 

@@ -18,12 +18,11 @@ from shoal.swarm.coordinator.rules.lease_states import LeaseState
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import uploads
 
-TICK_S = 1.0
 TIDY_S = 60.0
 
 
 def tick(coordinator: Coordinator) -> None:
-    """Runs once a second. Leases and claims expire here; only ask_lease also expires the calling node's own leases."""
+    """Runs once a second. Leases and claims expire here and nowhere else."""
     with coordinator.transaction() as tx:
         lifecycle.expire_overdue(tx, coordinator)
         verdicts.release_lapsed_claims(tx, coordinator)
@@ -53,7 +52,7 @@ def run_housekeeping(
     tidied_s = time.monotonic()
     for coordinator in coordinators:
         coordinator.health.beat("housekeeping")
-    while not stop.wait(TICK_S):
+    while not stop.wait(lifecycle.EXPIRE_EVERY_S):
         check()
         due = time.monotonic() - tidied_s >= TIDY_S
         for coordinator in coordinators:

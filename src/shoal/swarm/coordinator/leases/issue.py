@@ -15,7 +15,6 @@ from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     IS_RELIABLE,
     check_compatible,
-    get_node,
     mark_live,
     standing_of,
 )
@@ -95,7 +94,8 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     """Returns a lease for the calling node: one that it holds already, or a new one. Raises Rejected if there is no work."""
     tx.check_session(ask.epoch)
     state = run_state(tx.db)
-    node, held = _expire_own(tx, coordinator, tx.caller())
+    node, held = tx.caller(), awaited_of(tx.db, tx.actor)
+    _check_overdue(tx, held)
     _check_eligible(tx, coordinator, node, state)
     account = accounts.node_account(tx, coordinator, node)
     again = _lease_again(tx, coordinator, node, held, account, ask.holds)
@@ -118,19 +118,18 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     return _issue(tx, coordinator, node, work)
 
 
-def _expire_own(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> tuple[Row[Any], list[Row[Any]]]:
-    """Voids the node's leases that ran out, and returns its row and its other leases that it has not submitted.
+def _check_overdue(tx: Transaction, held: list[Row[Any]]) -> None:
+    """Raises Rejected until housekeeping has voided the node's leases that ran out, which it does once a second.
 
-    Housekeeping voids expired leases once a second. Here the node's own must be voided at once, or it would be given a lease
-    that it can no longer submit, or a new seed although it still has to deliver an earlier one.
+    Otherwise the node would be given a lease that it can no longer submit, or a new seed although it still owes an earlier one.
     """
-    held = awaited_of(tx.db, tx.actor)
-    expired = [lease for lease in held if lease.deadline_s < tx.now_s]
-    for lease in expired:
-        lifecycle.expire(tx, coordinator, lease)
-    if expired:
-        node = get_node(tx.db, tx.actor)
-    return node, [lease for lease in held if lease.deadline_s >= tx.now_s]
+    overdue = [lease.lease_id for lease in held if lease.deadline_s < tx.now_s]
+    if overdue:
+        raise Rejected(
+            "request.too_early",
+            f"lease {overdue[0]} ran out and is being voided; ask again after that",
+            retry_after_s=lifecycle.EXPIRE_EVERY_S,
+        )
 
 
 def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:

@@ -25,6 +25,9 @@ from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
 
+EXPIRE_EVERY_S = 1.0
+"""How often housekeeping voids the leases that ran out."""
+
 OWED = (
     "void.expired",
     "void.abandoned",
