@@ -178,7 +178,7 @@ class MeasuredPair(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the measurement in the noise file."""
+        """Returns the name of the measurement in the noise file."""
         return f"{self.made_by} to {self.checked_by}" + (f", {self.task}" if self.task else "")
 
 
