@@ -31,6 +31,7 @@ def error_of(script: Path) -> str:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)  # more than 40 processes that import torch
 def test_every_benchmark_prints_its_help() -> None:
     scripts = [
         path
