@@ -124,6 +124,8 @@ class Publisher:
         self._store.close()
         self._server.close()
         self._set_image(None)
+        if self._recalibration is not None:
+            self._recalibration.close()
 
     @property
     def newest(self) -> int | None:
@@ -277,7 +279,8 @@ class Publisher:
         Called while the run waits for rollouts, which may all be void by the old calibration. Nothing may be publishing.
         """
         version, recalibration = self.newest, self._recalibration
-        if recalibration is None or version is None or not recalibration.repeats:
+        # No file is open while the versions since a checkpoint are made again.
+        if recalibration is None or not recalibration.repeats or version is None or self._diff is None:
             return
         later, manifest = recalibration.take(version), self.manifest(version)
         if later is not None and manifest is not None:

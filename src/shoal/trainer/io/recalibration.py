@@ -16,6 +16,7 @@ judges the work of the version that is announced next, or of the newest one if t
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from shoal.model.builtin import copy_all_but_weights
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.trainer.io.weights_diff import WeightsDiff
+from shoal.wire.codes import Rejected
 from shoal.wire.manifest import WEIGHTS_FILE
 from shoal.wire.proof_noise import RISEN, LaterNoise, Noise, NoiseDoubt
 from shoal.wire.run_spec import RunSpec
@@ -76,6 +78,12 @@ class Recalibration:
         self._work = folder / "calibrating"
         self._reference = folder / "calibrated.safetensors"
         """The weights of the newest repeated calibration; the first one was measured with the run's model."""
+        self.close()
+
+    def close(self) -> None:
+        """Deletes the copy of a version that nobody needs: it is as large as the model. A killed process may have left one."""
+        with suppress(OSError):
+            (self._work / WEIGHTS_FILE).unlink(missing_ok=True)
 
     @property
     def repeats(self) -> bool:
@@ -93,7 +101,8 @@ class Recalibration:
             return None, None
         later = self.take(version)
         moved = self._distance(diff)
-        self.measure_if_due(version, diff, doubt, moved)
+        if later is None:  # its weights stay in `calibrating` until the coordinator has recorded it
+            self.measure_if_due(version, diff, doubt, moved)
         if version == 0 and self._running is not None:
             self._running.task.wait()
             later = self.take(version)
@@ -143,7 +152,7 @@ class Recalibration:
             noise = measured.task.result()
         except Stopped:
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, Rejected) as error:
             self._failed(measured.moved, measured.version, error)
             return None
         self._measured = measured.version
@@ -162,6 +171,7 @@ class Recalibration:
         return relative_distance(diff, reference)
 
     def _failed(self, moved: float, version: int, error: Exception) -> None:
+        self.close()
         self._limit = RETRY_FACTOR * moved if moved > self._limit else self._limit
         self._log.warning(
             f"the calibration could not be repeated, the old one stays: {error}", version=version
