@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.net.http_client import SignedClient
@@ -40,7 +41,6 @@ from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings
 from shoal.trainer.io.weights_diff import count_changed, record_event

@@ -13,11 +13,11 @@ import torch
 from tiny_learner import make_batch, make_learner
 
 from shoal.background import BackgroundTask
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.files import DiskFull
 from shoal.model.decoder import Decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import (
     Checkpoint,
     Checkpoints,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.telemetry import Log
 from shoal.trainer import memory
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.memory import free_bytes, trainer_memory
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.diloco.ranks import as_lost_rank, join_ranks
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.files import folder_bytes
 from shoal.model.builtin import create_model
@@ -40,7 +41,6 @@ from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.inbox import Inbox
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import as_lost_rank, join_ranks
 from shoal.trainer.distributed.sites import Sites, make_averager
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings

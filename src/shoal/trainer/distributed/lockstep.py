@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import Averager
+from shoal.diloco.ranks import Ranks
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import DTYPES, empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
@@ -34,7 +35,6 @@ from shoal.tasks import make_task
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import BatchTensors, TrainBatch
-from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.distributed.sites import Sites, SitesFollower
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
 from shoal.trainer.io.load_checkpoint import load_checkpoint

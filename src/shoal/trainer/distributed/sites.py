@@ -15,11 +15,10 @@ from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
 from shoal.diloco.robust import RobustSettings
-from shoal.diloco.site_ranks import SiteFollower, SiteRanks
+from shoal.diloco.site_ranks import SiteFollower
 from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
-from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.optim.learner import Learner
 
 
@@ -60,11 +59,6 @@ def make_averager(
     )
 
 
-def site_ranks(ranks: Ranks) -> SiteRanks | None:
-    """Returns the ranks of a site's trainer as DiLoCo sees them; None for a single process."""
-    return SiteRanks(ranks.rank, ranks.size, commands=ranks.commands) if ranks.size > 1 else None
-
-
 class Sites:
     """Makes the learner's updates and merges them with other sites'. Set it as `learner.sites`."""
 
@@ -87,7 +81,7 @@ class Sites:
             averager=averager,
             outer=Outer(lr=config.outer_lr, momentum=config.outer_momentum),
             schedule=Schedule(inner_steps=config.inner_steps, deadline_s=config.deadline_s),
-            ranks=site_ranks(learner.ranks),
+            ranks=learner.ranks,
         )
         self._diloco.stop = stop
         self._diloco.on_round = self._report_round
@@ -145,11 +139,9 @@ class SitesFollower:
     """A rank's part of the merges of rank 0's Sites. Set it as `learner.sites` on every rank but 0."""
 
     def __init__(self, learner: Learner) -> None:
-        ranks = site_ranks(learner.ranks)
-        assert ranks is not None, "a single process is rank 0"
         self._learner = learner
         learner.policy.reshard()
-        self._follower = SiteFollower(learner.decoder, inner=learner.optimizer, ranks=ranks)
+        self._follower = SiteFollower(learner.decoder, inner=learner.optimizer, ranks=learner.ranks)
 
     def join(self) -> None:
         """Receives the weights that rank 0 takes over from other sites, if there are any."""

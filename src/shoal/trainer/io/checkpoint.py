@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
 from shoal.background import BackgroundTask
+from shoal.diloco.ranks import Ranks
 from shoal.files import DiskFull, explain_full_disk, flush_folder, replace_folder, restore_disk_error
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.manifest_files import hash_file
 from shoal.telemetry import Log
-from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.io.weights_diff import on_stream
 from shoal.trainer.optim.compact_adamw import decode_moment
 from shoal.trainer.optim.learner import Learner

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.model.logprobs import TokenScores
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import MicroBatch, pack_for_rank
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
 from shoal.trainer.optim.compact_adamw import CompactAdamW
 from shoal.trainer.optim.loss import AnswerTokens, gap_weights, policy_loss, reference_kl, token_weights
 from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
