@@ -21,7 +21,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.diloco.averaging.averager import Averager
-from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
+from shoal.diloco.optimizer import DiLoCo, RoundReport
 from shoal.diloco.outer import Outer
 from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.diloco.site.diloco_file import DilocoFile, InnerSection
@@ -29,14 +29,12 @@ from shoal.diloco.site.language import (
     Samples,
     Tokens,
     load_language_model,
-    max_positions,
     model_folder,
     next_token_loss,
     read_corpus,
     save_language_model,
     text_encoder,
     validation_loss,
-    vocab_size,
 )
 from shoal.diloco.site_ranks import RankCommand, SiteCommand, SiteFollower
 from shoal.files import (
@@ -46,6 +44,7 @@ from shoal.files import (
     write_atomically,
     write_bytes_atomically,
 )
+from shoal.model.load_model import read_model_limits
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 
@@ -260,13 +259,17 @@ class Site:
         else:
             cut = max(len(tokens_N) - max(len(tokens_N) // 100, 2 * data.sequence + 1), 0)
             tokens_N, held_N = tokens_N[:cut], tokens_N[cut:]
-        vocabulary, positions = vocab_size(self.model), max_positions(self.model)
-        if data.sequence > positions:
+        limits = read_model_limits(self._source)
+        if data.sequence > limits.max_positions:
             raise ValueError(
-                f"data.sequence = {data.sequence} exceeds the model's {positions} positions; lower data.sequence"
+                f"data.sequence = {data.sequence} exceeds the model's {limits.max_positions} positions; lower data.sequence"
             )
-        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=vocabulary)
-        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=vocabulary)
+        self._samples = Samples(
+            tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=limits.vocab_size
+        )
+        held = Samples(
+            held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=limits.vocab_size
+        )
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager | None) -> DiLoCo | SiteFollower:
@@ -279,13 +282,7 @@ class Site:
             inner=adamw,
             averager=averager,
             outer=Outer(lr=self.file.outer.lr, momentum=self.file.outer.momentum),
-            schedule=Schedule(
-                inner_steps=rounds.inner_steps,
-                deadline_s=rounds.deadline_s,
-                fragments=rounds.fragments,
-                overlap_steps=rounds.overlap_steps,
-                mix=rounds.mix,
-            ),
+            schedule=rounds.schedule,
             ranks=self._ranks,
         )
 
