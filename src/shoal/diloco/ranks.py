@@ -104,11 +104,7 @@ class Ranks:
 
         All ranks must call it.
         """
-        if isinstance(tensor, DTensor):
-            with explain_lost_rank("gathering weights"):
-                full: Tensor = tensor.full_tensor()
-            return full.cpu() if self.leads else full[:0]
-        return tensor.detach().to("cpu", copy=True)
+        return self.full(tensor.detach()).to("cpu", copy=not isinstance(tensor, DTensor))
 
     def full(self, tensor: Tensor) -> Tensor:
         """Returns a sharded tensor's full value on rank 0's device, and an empty tensor on the other ranks. All must call it."""

@@ -70,6 +70,8 @@ class Lockstep:
     """The learner of this rank. Rank 0 calls the public methods; every other rank calls `follow` once."""
 
     learner: Learner
+    _model_weights: Path
+    """The weights file of the model that `create_learner` has loaded, on rank 0."""
 
     def __init__(
         self, config: TrainerConfig, ranks: Ranks, *, device: str, log: Log, stop: threading.Event
@@ -78,7 +80,6 @@ class Lockstep:
         self._log, self._stop = log, ranks.shared_stop(stop)
         self.adapters: list[AdapterMatrices] = []
         """The adapters that the last call of `weights` has added, on rank 0."""
-        self._base_weights: Path | None = None
         self._saving: BackgroundTask[None] | None = None
         self._executing = False
 
@@ -87,7 +88,7 @@ class Lockstep:
     def create_learner(self, folder: Path, max_new_tokens: int = 0) -> None:
         """Loads the model of a folder; the other ranks receive their shards from here."""
         check_memory(folder, self._config, device=self._device, ranks=self._ranks.size)
-        self._base_weights = folder / WEIGHTS_FILE
+        self._model_weights = folder / WEIGHTS_FILE
         model = load_causal(folder, self._dtype, self._device if self._ranks.size == 1 else "cpu")
         architecture = model.shape if isinstance(model, Decoder) else read_json(folder / "config.json")
         packs = isinstance(model, Decoder) or model.packs
@@ -195,11 +196,6 @@ class Lockstep:
     def _dtype(self) -> torch.dtype:
         """The number format in which the model is loaded. Frozen weights are held once, in the format that computes."""
         return DTYPES[self._config.compute_dtype] if self._config.lora_rank else torch.float32
-
-    @property
-    def _model_weights(self) -> Path:
-        assert self._base_weights is not None, "create_learner comes first"
-        return self._base_weights
 
     def _frozen_weight(self, name: str) -> Tensor:
         with safe_open(self._model_weights, framework="pt", device="cpu") as file:
