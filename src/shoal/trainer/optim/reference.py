@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from shoal.diloco.fragments import local
 from shoal.files import restore_disk_error, write_atomically
 
 Weights = dict[str, Tensor]
@@ -87,7 +87,5 @@ def _unpin(tensors: list[Tensor]) -> None:
 def _shards(model: nn.Module) -> Weights:
     with torch.no_grad():
         return {
-            name: parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            name: local(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
