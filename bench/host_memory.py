@@ -109,7 +109,7 @@ def step_and_publish(bench: Bench, *, checkpoint: bool = False) -> None:
         bench.checkpoints.begin(version, take, None)
     bench.step()
     bench.publish(Published())
-    bench.publication.wait(WAIT_S)
+    bench.publication.finish(WAIT_S)
     bench.checkpoints.finish(WAIT_S)
 
 

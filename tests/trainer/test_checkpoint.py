@@ -245,9 +245,7 @@ def test_a_checkpoint_is_written_in_the_background(
     kept.wait_for_copy(30)
     expected = weights_of(learner)
     advance(learner, 1)  # changes the weights while the checkpoint is written
-    with pytest.raises(
-        DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"
-    ):
+    with pytest.raises(DeadlinePassed, match=r"waited 0 s for checkpoint 1 to be written to .*; is its disk"):
         kept.finish(0.05)
     found = checkpoints(tmp_path).newest()
     assert found is not None

@@ -169,7 +169,7 @@ class Lockstep:
                 return gathered
             trained = {name: value() for name, value in gathered.items()}
         if not self._config.lora_rank:
-            return {name: partial(_itself, tensor) for name, tensor in trained.items()}
+            return {name: tensor.detach for name, tensor in trained.items()}
         self.adapters = rounded_adapters(trained, self._config)
         if self._ranks.size == 1:
             return adapted_weights(self.adapters, partial(frozen_weight, self.learner.decoder))
@@ -346,10 +346,6 @@ class Lockstep:
     def _wait_for_shards(self) -> None:
         if self._saving is not None:
             self._saving.wait()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool, dtype: torch.dtype) -> Causal:
