@@ -250,6 +250,15 @@ def test_a_measurement_that_was_given_up_leaves_no_weights(
     assert not (tmp_path / "calibrating" / WEIGHTS_FILE).exists()
 
 
+def test_weights_of_a_calibration_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
+    """They are not flushed: else every start of the trainer would fail."""
+    repeated, diff = recalibration_in(tmp_path, lambda _: NOISE), diff_of(tmp_path, 1)
+    moved, _ = repeated.before_announcement(1, diff)
+    (tmp_path / "calibrated.safetensors").write_bytes(b"")
+    assert repeated.before_announcement(2, diff)[0] == moved
+    assert not (tmp_path / "calibrated.safetensors").exists()
+
+
 def test_training_goes_on_if_the_calibration_cannot_be_repeated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shoal.background import BackgroundTask
 from shoal.model.builtin import copy_all_but_weights
@@ -167,8 +167,15 @@ class Recalibration:
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _distance(self, diff: WeightsDiff) -> float:
-        reference = self._reference if self._reference.exists() else self._model_folder / WEIGHTS_FILE
-        return relative_distance(diff, reference)
+        if self._reference.exists():
+            try:
+                return relative_distance(diff, self._reference)
+            except SafetensorError as error:  # a power cut: it is not flushed to disk
+                self._log.warning(
+                    f"{self._reference} is damaged ({error}); distances are to the run's first model from now on"
+                )
+                self._reference.unlink()
+        return relative_distance(diff, self._model_folder / WEIGHTS_FILE)
 
     def _failed(self, moved: float, version: int, error: Exception) -> None:
         self.close()
