@@ -112,13 +112,6 @@ class Ranks:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole if self.leads else whole.new_empty(0)
 
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Sends tensors of rank 0's host memory to the other ranks, which give tensors of the same shapes to receive into."""
-        with explain_lost_rank("sending a batch to the other ranks"):
-            for tensor in tensors:
-                if tensor.numel():
-                    dist.broadcast(tensor, src=0, group=self.commands)
-
     def scatter(self, value: Tensor | None, into: Tensor) -> None:
         """Writes rank 0's full `value` into `into`, sharded or not. All ranks must call it; the others may give None."""
         full = value if value is not None else torch.empty(into.shape)

@@ -11,7 +11,7 @@ alone. With a single process nothing is sent, and the calls are the same.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -135,9 +135,7 @@ class Lockstep:
         """Trains on a batch: version v becomes v + 1."""
         if self._ranks.size == 1:
             return self.learner.step(batch, self._stop)
-        counts = len(batch.samples), batch.num_tokens, batch.num_outputs
-        with self._command(Lockstep._follow_step, replace(batch, samples=()), *counts):
-            self._send(BatchTensors.of(batch))
+        with self._command(Lockstep._follow_step, replace(batch, samples=()), BatchTensors.of(batch)):
             return self.learner.step(batch, self._stop)
 
     def snapshot(self, shard_folder: Path | None = None) -> LearnerSnapshot:
@@ -249,12 +247,8 @@ class Lockstep:
         assert isinstance(self.learner.sites, SitesFollower), "_follow_sites comes first"
         self.learner.sites.join()
 
-    def _follow_step(
-        self, header: TrainBatch, num_samples: int, num_tokens: int, num_outputs: int
-    ) -> StepFigures:
-        """Makes the next version from a batch: its header without samples, which follow as tensors."""
-        tensors = BatchTensors.empty(num_samples, num_tokens, num_outputs)
-        self._send(tensors)
+    def _follow_step(self, header: TrainBatch, tensors: BatchTensors) -> StepFigures:
+        """Makes the next version from a batch: its header without samples, and these as tensors."""
         return self.learner.step(tensors.batch(header), self._stop)
 
     def _follow_gathering(self) -> None:
@@ -324,9 +318,6 @@ class Lockstep:
 
         parameters = sorted(self.learner.trained_parameters().items())
         return {name: partial(gather, parameter) for name, parameter in parameters}
-
-    def _send(self, tensors: BatchTensors) -> None:
-        self._ranks.broadcast_tensors(getattr(tensors, one.name) for one in fields(tensors))
 
     @property
     def captures_now(self) -> bool:
