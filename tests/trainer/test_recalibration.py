@@ -250,6 +250,23 @@ def test_a_measurement_that_was_given_up_leaves_no_weights(
     assert not (tmp_path / "calibrating" / WEIGHTS_FILE).exists()
 
 
+def test_a_calibration_that_the_coordinator_refuses_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run file on the trainer's machine has changed since the run began."""
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 2)
+    coordinator = calibrated_coordinator(limit=1.0)
+
+    def refuse(told: Announce) -> None:
+        if told.noise is not None:
+            raise Rejected("request.malformed", "the calibration does not fit the run's terms")
+
+    coordinator.before_announce = refuse
+    run(coordinator, tmp_path, lambda _: NOISE)
+    assert [told.manifest.body.version for told in coordinator.announced] == [0, 1, 2, 3]
+    assert "the old one stays: POST /v1/policies: request.malformed" in caplog.text
+
+
 def test_weights_of_a_calibration_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
     """They are not flushed: else every start of the trainer would fail."""
     repeated, diff = recalibration_in(tmp_path, lambda _: NOISE), diff_of(tmp_path, 1)

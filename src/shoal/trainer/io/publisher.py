@@ -319,6 +319,10 @@ class Publisher:
                 deadline_s=self._settings.deadline_s,
             )
         except Refused as refused:
+            if self._recalibration is not None and later is not None and refused.code == "request.malformed":
+                self._recalibration.refused(later, refused)
+                self._send(manifest, report, rederived, None)
+                return
             if refused.code != "request.conflict":
                 raise
             raise ValueError(

@@ -166,6 +166,10 @@ class Recalibration:
             (self._work / WEIGHTS_FILE).replace(self._reference)
             shutil.rmtree(self._work, ignore_errors=True)
 
+    def refused(self, later: LaterNoise, error: Exception) -> None:
+        """Goes on with the old calibration: the coordinator has refused a new one."""
+        self._failed(later.moved, later.measured_version, error)
+
     def _distance(self, diff: WeightsDiff) -> float:
         if self._reference.exists():
             try:
