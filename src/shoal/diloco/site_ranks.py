@@ -122,7 +122,9 @@ class SiteFollower:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
+        """Restores rank 0's `state_dict`. That of a trainer has no "inner": the learner restores the moments."""
+        if "inner" in state_dict:
+            self.inner.load_state_dict(state_dict["inner"])
         self.steps = state_dict["steps"]
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import Averager
 from shoal.diloco.ranks import Ranks
+from shoal.diloco.site_ranks import SiteFollower
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import DTYPES, empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
@@ -35,7 +36,7 @@ from shoal.tasks import make_task
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import BatchTensors, TrainBatch
-from shoal.trainer.distributed.sites import Sites, SitesFollower
+from shoal.trainer.distributed.sites import Sites
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
 from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
@@ -240,11 +241,15 @@ class Lockstep:
 
     def _follow_sites(self) -> None:
         """Takes part in merges with other sites from now on."""
-        self.learner.sites = SitesFollower(self.learner)
+        self.learner.policy.reshard()
+        self.learner.sites = SiteFollower(
+            self.learner.decoder, inner=self.learner.optimizer, ranks=self._ranks
+        )
 
     def _follow_join(self) -> None:
         """Receives the weights that rank 0 takes over from other sites."""
-        assert isinstance(self.learner.sites, SitesFollower), "_follow_sites comes first"
+        assert isinstance(self.learner.sites, SiteFollower), "_follow_sites comes first"
+        self.learner.policy.reshard()
         self.learner.sites.join()
 
     def _follow_step(self, header: TrainBatch, tensors: BatchTensors) -> StepFigures:

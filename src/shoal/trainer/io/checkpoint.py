@@ -158,7 +158,7 @@ def take_snapshot(
         weights=weights,
         optimizer=optimizer,
         random=random,
-        outer=None if learner.sites is None else learner.sites.state(),
+        outer=None if learner.sites is None else learner.sites.state_dict(),
         saving=saving,
     )
 

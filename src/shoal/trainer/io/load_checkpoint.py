@@ -55,7 +55,7 @@ def load_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
         torch.cuda.set_rng_state(stored["cuda_rng"], learner.device)
     learner.version = checkpoint.state.version
     if learner.sites is not None and "outer" in stored:
-        learner.sites.load(stored["outer"])
+        learner.sites.load_state_dict(stored["outer"])
 
 
 def _restore_tensor(

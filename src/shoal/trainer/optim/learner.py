@@ -58,13 +58,15 @@ class Minibatch:
 
 
 class SiteMerger(Protocol):
-    """Makes updates and merges them with other sites' at intervals (sites.Sites)."""
+    """Makes updates and merges them with other sites' at intervals: Sites on rank 0, SiteFollower on the other ranks."""
 
-    def update(self, num_samples: int) -> None: ...
+    def count_samples(self, num_samples: float) -> None: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def step(self) -> None: ...
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Learner:
@@ -155,7 +157,8 @@ class Learner:
         if self.sites is None:
             self.optimizer.step()
         else:
-            self.sites.update(minibatch.num_samples)
+            self.sites.count_samples(minibatch.num_samples)
+            self.sites.step()
         return grad_norm
 
     def _prepare(self, batch: TrainBatch, sums: StepSums, stop: threading.Event) -> list[Minibatch]:
