@@ -97,7 +97,7 @@ def measure(bench: Bench) -> dict[str, float]:
         value.nbytes for state in bench.learner.optimizer.state.values() for value in state.values()
     )
     bench.publisher.close()
-    bench.checkpoints.close()
+    bench.checkpoints.close(WAIT_S)
     return found | {"parameters": parameters, "optimiser": optimiser}
 
 

@@ -247,11 +247,12 @@ def test_a_checkpoint_is_written_in_the_background(
     advance(learner, 1)  # changes the weights while the checkpoint is written
     with pytest.raises(DeadlinePassed, match=r"waited 0 s for checkpoint 1 to be written to .*; is its disk"):
         kept.finish(0.05)
+    assert not kept.close(0.05), "a disk that hangs does not keep the process"
     found = checkpoints(tmp_path).newest()
     assert found is not None
     assert found.state.version == 0
     go_on.set()
-    kept.close()
+    assert kept.close(30)
     again, report_again = resumed(tmp_path, model)
     assert report_again == report
     assert all(torch.equal(a, b) for a, b in zip(weights_of(again), expected, strict=True))

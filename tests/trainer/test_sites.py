@@ -118,7 +118,7 @@ def test_the_state_shared_by_sites_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(weights(learner), weights(again))
     sites.close()
     its.close()
-    checkpoints.close()
+    assert checkpoints.close(30)
 
 
 def test_torchft_needs_its_lighthouse() -> None:

@@ -273,7 +273,7 @@ class _TrainerRun:
             self._sites.close()
         if self._publication.close(EXIT_TIMEOUT_S):
             self._publisher.write_newest_whole()
-        self._checkpoints.close()
+        self._checkpoints.close(self._site.deadline_s)
         self._publisher.close()
         self._log.info("shut down")
 

@@ -62,6 +62,6 @@ class BackgroundSave(Generic[T]):
         task, self._task = self._task, None
         task.result()
 
-    def close(self, deadline_s: float | None = None) -> bool:
+    def close(self, deadline_s: float) -> bool:
         """Waits for a version that is being saved; returns whether none is left. An error is not raised."""
         return self._task is None or self._task.wait(deadline_s)

@@ -44,7 +44,8 @@ LEAST_S = 60.0
 """Least time from the start of one repeated calibration to the next: it shares the GPU with everything else."""
 
 MeasureNoise = Callable[[Path], Noise]
-"""Measures the noise of the model in a folder. Raises ValueError with the reason if that failed, Stopped if the run stops."""
+"""Measures the noise of the model in a folder, within a deadline of its own. Raises ValueError with the reason if that failed, Stopped
+if the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
