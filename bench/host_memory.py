@@ -97,7 +97,7 @@ def measure(bench: Bench) -> dict[str, float]:
         value.nbytes for state in bench.learner.optimizer.state.values() for value in state.values()
     )
     bench.publisher.close()
-    bench.checkpoints.close()
+    bench.checkpoints.close(WAIT_S)
     return found | {"parameters": parameters, "optimiser": optimiser}
 
 
@@ -109,7 +109,7 @@ def step_and_publish(bench: Bench, *, checkpoint: bool = False) -> None:
         bench.checkpoints.begin(version, take, None)
     bench.step()
     bench.publish(Published())
-    bench.publication.wait(WAIT_S)
+    bench.publication.finish(WAIT_S)
     bench.checkpoints.finish(WAIT_S)
 
 

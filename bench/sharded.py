@@ -34,10 +34,10 @@ from torch.distributed.tensor import DTensor
 
 from shoal.cli.run.estimate import device_bytes
 from shoal.cli.run.runfile import RunFile, load_run_file
+from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.trainer.data.batch import TrainBatch
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.reference import Reference
 from trainer import SHAPES, draw, make_batch

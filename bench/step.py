@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.net.http_client import SignedClient
@@ -40,9 +41,9 @@ from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
+from shoal.trainer.io.background_save import BackgroundSave
 from shoal.trainer.io.checkpoint import Checkpoints
-from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings
+from shoal.trainer.io.publisher import OriginAddress, Publisher, PublisherSettings
 from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.keys import Key
@@ -101,13 +102,13 @@ class Bench:
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=1, log=log)
-        self.publication = BackgroundPublication()
+        self.publication = BackgroundSave[list[ChangedWords]]("version", "to be published")
         self.exposed_s = self.checkpoint_s = 0.0
         self.learner.before_change = self._wait_for_readers
 
     def _wait_for_readers(self) -> None:
         started_s = time.perf_counter()
-        self.publication.wait_for_capture(WAIT_S)
+        self.publication.wait_for_copy(WAIT_S)
         captured_s = time.perf_counter()
         self.checkpoints.wait_for_copy(WAIT_S)
         self.exposed_s += captured_s - started_s
@@ -164,7 +165,7 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
         started_s = time.perf_counter()
         loss = bench.step()
         stepped_s = time.perf_counter()
-        bench.publication.wait(WAIT_S)
+        bench.publication.finish(WAIT_S)
         bench.exposed_s += time.perf_counter() - stepped_s
         show_published(rows, publications)
         if checkpoint and index == steps // 2:
@@ -182,7 +183,7 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
                 "loss": loss,
             }
         )
-    bench.publication.wait(WAIT_S)
+    bench.publication.finish(WAIT_S)
     bench.checkpoints.finish(WAIT_S)
     show_published(rows, publications)
     return rows[1:]

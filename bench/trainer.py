@@ -45,7 +45,7 @@ from shoal.model.shape import Rope, Shape
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import pack
-from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.loss import grpo_loss
 from shoal.trainer.optim.policy import add_adapters
 
@@ -349,7 +349,7 @@ def check(device: str, *, compiled: bool) -> None:
         decoder = empty_decoder(shape, torch.float32, device)
         decoder.load_state_dict(exact.state_dict())
         learner = Learner(decoder, TrainerConfig(row_tokens=5000, **keys))
-        logprobs_N = output_logprobs(learner.policy, micro)
+        logprobs_N = learner.policy.scores(micro).logprobs_N
         loss_N = grpo_loss(
             logprobs_N, logprobs_N.detach() + 0.01, micro.advantages_N, eps=0.2, eps_high=0.2, delta=4.0
         ).loss_N

@@ -178,7 +178,7 @@ torch.set_num_threads(1)
 from shoal.telemetry import Log
 from shoal.cli.run.runfile import load_run_file
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 file = load_run_file(Path(sys.argv[1]))
 def peak():  # not ru_maxrss, which starts with the size of the process that started this one

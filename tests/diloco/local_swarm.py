@@ -9,8 +9,9 @@ import numpy as np
 
 from shoal.diloco.averaging.averager import Averager, Ready
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
-from shoal.diloco.codec import CodecName
+from shoal.diloco.codec import CodecName, Coded, decode
 from shoal.diloco.outer import OuterState, Vector, first_state
+from shoal.diloco.robust import PartAverager, RobustSettings
 from shoal.diloco.rounds import RoundResult, take_round
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log
@@ -21,6 +22,19 @@ LOG = Log("test")
 
 def vector(seed: int, num_values: int = 1000) -> Vector:
     return np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
+
+
+def mean_of_chunks(
+    codec: CodecName,
+    coded: list[Coded],
+    weights: list[float],
+    num_values: int,
+    settings: RobustSettings | None = None,
+) -> Vector:
+    """Returns the decoded average of one chunk of every member, whose norms are not bounded."""
+    members, norms = [f"peer-{at}" for at in range(len(coded))], [1e30] * len(coded)
+    averager = PartAverager(codec, members, weights, norms, settings or RobustSettings())
+    return decode(codec, averager.average(coded, num_values), num_values)
 
 
 def make_peer(

@@ -14,15 +14,15 @@ from local_swarm import make_peer
 
 from shoal.background import BackgroundTask
 from shoal.diloco import LocalHub
+from shoal.diloco.ranks import RankLost, Ranks, join_ranks
 from shoal.diloco.site.diloco_file import load_diloco_file
 from shoal.diloco.site.site import Site
-from shoal.diloco.site_ranks import SiteRankLost, SiteRanks, join_site_ranks
 
 
-def main(path: str, folder: str, die: str = "") -> SiteRanks:
+def main(path: str, folder: str, die: str = "") -> Ranks:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = join_site_ranks(rank=rank, size=size, device="cpu", timeout_s=120)
+    ranks = join_ranks(rank=rank, size=size, device="cpu", command_timeout_s=120)
     file, hub, out = load_diloco_file(Path(path)), LocalHub(), Path(folder)
     stop = threading.Event()
     averager = make_peer(hub, min_peers=2) if ranks.leads else None
@@ -42,7 +42,7 @@ def main(path: str, folder: str, die: str = "") -> SiteRanks:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             site.train(join_s=60)
-        except SiteRankLost as lost:
+        except RankLost as lost:
             (out / "lost.txt").write_text(str(lost))
             os._exit(3)
         beside.wait()
@@ -53,4 +53,6 @@ def main(path: str, folder: str, die: str = "") -> SiteRanks:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]).release()
+    joined = main(*sys.argv[1:])
+    joined.leave()
+    joined.release()

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from local_swarm import mean_of_chunks
 
 from shoal.diloco.averaging.reducer import chunk_bounds
-from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
+from shoal.diloco.codec import CODECS, CodecName, encode
 from shoal.diloco.outer import Outer, first_state, outer_step
 from shoal.diloco.site.language import next_token_loss
 from shoal.diloco.transport.stream import Stream
@@ -62,7 +63,7 @@ def test_exchange_equals_the_peers_own_bit_for_bit(codec: CodecName) -> None:
     expected = np.empty_like(deltas[0])
     for start, end in chunk_bounds(0, len(expected)):
         coded = [encode(codec, delta[start:end]) for delta in deltas]
-        expected[start:end] = decode(codec, reduce_chunk(codec, coded, [1.0] * 4, end - start), end - start)
+        expected[start:end] = mean_of_chunks(codec, coded, [1.0] * 4, end - start)
     assert np.array_equal(mean_received(codec, torch.from_numpy(deltas)).numpy(), expected)
 
 

@@ -275,14 +275,17 @@ def test_ballot_commits_only_if_all_digests_agree() -> None:
     ballot = Ballot(("a", "b", "c"))
     for peer in ("a", "b", "not-a-member"):
         ballot.vote(peer, "d1")
-    assert not ballot.decided
+    assert not ballot.ended.is_set()
     ballot.vote("c", "d1")
     assert ballot.commit
+    ballot.vote("c", "d2")
+    ballot.fail("c is gone")
+    assert ballot.commit, "others may have been told to commit"
     for last in ("d2", ""):
         lost = Ballot(("a", "b"))
         lost.vote("a", "d1")
         lost.vote("b", last)
-        assert lost.decided and not lost.commit and "b" in lost.failure
+        assert lost.ended.is_set() and not lost.commit and "b" in lost.failure
 
 
 def card(peer: str, reachable: bool = True) -> Card:

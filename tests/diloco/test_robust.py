@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_swarm import in_threads, make_peer, one_round, vector
+from local_swarm import in_threads, make_peer, mean_of_chunks, one_round, vector
 
 from shoal.diloco.averaging.averager import AveragingGroup, Ready, Reduced
 from shoal.diloco.averaging.membership import ask_peer
@@ -24,7 +24,7 @@ from shoal.diloco.averaging.peer_messages import (
 )
 from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.averaging.reducer import CHUNK, PartReduction
-from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
+from shoal.diloco.codec import CODECS, CodecName, encode
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
 from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings, declared_norm, upper_median
 from shoal.diloco.rounds import RoundOutcome, RoundResult
@@ -192,7 +192,7 @@ def test_factors_weights_and_medians() -> None:
 def test_trimmed_mean_by_coordinate() -> None:
     values = np.array([[1, 5, 0], [2, 6, 0], [3, -100, 0], [1000, 7, 0]], np.float32)
     coded = [encode("fp32", row) for row in values]
-    back = decode("fp32", reduce_chunk("fp32", coded, [1.0, 1.0, 3.0, 1.0], 3, trim=1), 3)
+    back = mean_of_chunks("fp32", coded, [1.0, 1.0, 3.0, 1.0], 3, RobustSettings(average="trimmed"))
     assert back.tolist() == pytest.approx([(2 + 3 * 3) / 4, 5.5, 0.0])
     assert [RobustSettings(average="trimmed").num_trimmed(num) for num in (1, 2, 3, 4, 8, 12)] == [
         0,

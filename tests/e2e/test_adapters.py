@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from swarm_processes import Swarm
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.builtin import copy_all_but_weights, create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_tensors
@@ -13,7 +14,6 @@ from shoal.shardcast.manifest_files import read_manifest, version_folders
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.wire.run_spec import TaskSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from tiny_learner import make_batch
 
+from shoal.diloco.ranks import Ranks, as_lost_rank, join_ranks
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import Ranks, as_lost_rank, join_ranks
 from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints
 from shoal.trainer.optim.learner import Learner
 

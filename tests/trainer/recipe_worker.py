@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from tiny_learner import make_batch
 
+from shoal.diloco.ranks import Ranks, join_ranks
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import Ranks, join_ranks
 
 NUM_STEPS = 3
 

@@ -11,12 +11,12 @@ from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.ranks import Ranks, join_ranks
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import Ranks, join_ranks
 from shoal.trainer.distributed.sites import Sites
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.optim.learner import Learner

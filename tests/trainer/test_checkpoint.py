@@ -13,11 +13,11 @@ import torch
 from tiny_learner import make_batch, make_learner
 
 from shoal.background import BackgroundTask
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.files import DiskFull
 from shoal.model.decoder import Decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -245,15 +245,14 @@ def test_a_checkpoint_is_written_in_the_background(
     kept.wait_for_copy(30)
     expected = weights_of(learner)
     advance(learner, 1)  # changes the weights while the checkpoint is written
-    with pytest.raises(
-        DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"
-    ):
+    with pytest.raises(DeadlinePassed, match=r"waited 0 s for checkpoint 1 to be written to .*; is its disk"):
         kept.finish(0.05)
+    assert not kept.close(0.05), "a disk that hangs does not keep the process"
     found = checkpoints(tmp_path).newest()
     assert found is not None
     assert found.state.version == 0
     go_on.set()
-    kept.close()
+    assert kept.close(30)
     again, report_again = resumed(tmp_path, model)
     assert report_again == report
     assert all(torch.equal(a, b) for a, b in zip(weights_of(again), expected, strict=True))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_learner import CONFIG, make_batch, make_learner
+from tiny_learner import CONFIG, make_batch, make_learner, output_logprobs
 
 from shoal.net.waiting import Stopped
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import pack
-from shoal.trainer.optim.learner import output_logprobs, update_rate, warmup_rate
+from shoal.trainer.optim.learner import update_rate, warmup_rate
 
 
 def test_learning_rate_rises_and_then_stays() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_learner import CONFIG, make_batch, make_learner
+from tiny_learner import CONFIG, make_batch, make_learner, output_logprobs
 
 from shoal.model.load_model import load_decoder
 from shoal.model.rounded_weights import round_weights
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.data.pack import MicroBatch, pack
-from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.reference import Reference, save_reference
 from shoal.trainer.reporting.step_figures import StepFigures
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.builtin import create_model
 from shoal.model.decoder import MLP, Attention, Decoder
 from shoal.model.load_model import load_causal
@@ -16,7 +17,6 @@ from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import pack
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.optim.policy import add_adapters, fuse_adapters, score
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_learner import CONFIG, VOCAB, make_batch, make_learner, make_sample
+from tiny_learner import CONFIG, VOCAB, make_batch, make_learner, make_sample, output_logprobs
 
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import PAD_SEGMENT, fit_rows, pack
-from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.learner import Learner
 
 
 def sample_of(num_tokens: int, prompt_len: int = 1, fill: int = 5) -> TrainSample:

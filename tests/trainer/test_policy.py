@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_learner import CONFIG, make_batch
+from tiny_learner import CONFIG, make_batch, output_logprobs
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_causal
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import pack
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
-from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.learner import Learner
 
 
 def learner_of(model: Path, **keys: Any) -> Learner:

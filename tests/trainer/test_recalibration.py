@@ -7,20 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_coordinator import SmallCoordinator
+from small_coordinator import SmallCoordinator, Stopper
+from starlette.requests import Request
 
 from shoal.cli.run.calibration import calibrate_version
 from shoal.model.builtin import create_model
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.shardcast.file_image import FileImage
+from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.io import publisher, recalibration
 from shoal.trainer.io.publisher import OriginAddress
-from shoal.trainer.io.recalibration import MeasureNoise, next_repeat, relative_distance
+from shoal.trainer.io.recalibration import MeasureNoise, Recalibration, next_repeat, relative_distance
 from shoal.trainer.io.weights_diff import WeightsDiff
-from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.loop import TrainerSite, _TrainerRun, run_trainer
+from shoal.wire.codes import Rejected
 from shoal.wire.messages import Announce
 from shoal.wire.proof_noise import Noise, NoiseDoubt
+from shoal.wire.record import Record
 
 ROOT = Path(__file__).parents[2]
 CONFIG = TrainerConfig(learning_rate=1e-3, row_tokens=32, rows_per_micro_batch=4)
@@ -50,7 +54,12 @@ def calibrated_coordinator(*, limit: float, has_rollouts: bool = True) -> SmallC
     return coordinator
 
 
-def run(coordinator: SmallCoordinator, folder: Path, measure: MeasureNoise | None) -> None:
+def run(
+    coordinator: SmallCoordinator,
+    folder: Path,
+    measure: MeasureNoise | None,
+    stop: threading.Event | None = None,
+) -> None:
     with coordinator.serving():
         site = TrainerSite(
             folder=folder,
@@ -62,7 +71,7 @@ def run(coordinator: SmallCoordinator, folder: Path, measure: MeasureNoise | Non
             deadline_s=30.0,
             measure_noise=measure,
         )
-        run_trainer(CONFIG, site, stop=threading.Event())
+        run_trainer(CONFIG, site, stop=stop or threading.Event())
 
 
 def train(folder: Path, measure: MeasureNoise | None, *, limit: float) -> SmallCoordinator:
@@ -167,6 +176,104 @@ def test_a_run_that_waits_for_rollouts_measures_its_newest_version_and_announces
     assert [told.manifest.body.version for told in coordinator.announced] == [0, 0, 1, 2, 3]
     assert "5 submissions of up to version 0 are void" in caplog.text
     assert "the model's noise has risen, so the doubtful work counts against nobody" in caplog.text
+
+
+def recalibration_in(folder: Path, measure: MeasureNoise) -> Recalibration:
+    if not (folder / "model").exists():
+        create_model("tiny", folder / "model", seed=0)
+    spec = calibrated_coordinator(limit=1.0).spec
+    return Recalibration(spec, folder, folder / "model", measure, Log("trainer"))
+
+
+def diff_of(folder: Path, seed: int) -> WeightsDiff:
+    """Returns the image of a version: another model for another seed."""
+    create_model("tiny", folder / f"seed-{seed}", seed=seed)
+    return WeightsDiff(FileImage.read(folder / f"seed-{seed}" / WEIGHTS_FILE), torch.device("cpu"))
+
+
+def test_a_measurement_begins_only_when_the_one_before_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose versions come fast has the next one due when a measurement is complete. Both use one folder."""
+    monkeypatch.setattr(recalibration, "LEAST_S", 0.0)
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 1)
+    repeated = recalibration_in(tmp_path, lambda _: NOISE)
+    first = diff_of(tmp_path, 1)
+    repeated.before_announcement(1, first)
+    assert repeated._running is not None and repeated._running.task.wait(30)
+    _, later = repeated.before_announcement(2, diff_of(tmp_path, 2))
+    assert later is not None and (later.from_version, later.measured_version) == (2, 1)
+    repeated.announced(later)
+    assert (tmp_path / "calibrated.safetensors").read_bytes() == bytes(first.image.view)
+    repeated.before_announcement(3, diff_of(tmp_path, 3))
+    assert repeated._running is not None and repeated._running.version == 3
+
+
+def test_a_version_that_is_made_again_after_a_crash_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator is away for a moment and work is in doubt, while no version is open."""
+    monkeypatch.setattr(publisher, "DOUBT_POLL_S", 0.0)
+    monkeypatch.setattr(_TrainerRun, "save_on_stop", lambda self: None)  # as if it was killed
+    coordinator, stop = calibrated_coordinator(limit=1.0), threading.Event()
+    coordinator.before_announce = Stopper(stop, 2)
+    run(coordinator, tmp_path, lambda _: NOISE, stop)
+    coordinator.noise_doubt = NoiseDoubt(version=1, submissions=5, ratio=1.4)
+    batch, asked = coordinator.batch, list[Request]()
+
+    def come_back(request: Request, body: bytes) -> Record:
+        asked.append(request)
+        coordinator.has_rollouts = len(asked) > 1
+        return batch(request, body)
+
+    monkeypatch.setattr(coordinator, "batch", come_back)
+    run(coordinator, tmp_path, lambda _: NOISE)
+    assert sorted(coordinator.digests()) == [0, 1, 2, 3]
+
+
+def test_a_measurement_that_was_given_up_leaves_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is as large as the model, and a run may never measure again."""
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 1)
+
+    def fail(_: Path) -> Noise:
+        raise Rejected("request.malformed", "not a calibration")
+
+    repeated = recalibration_in(tmp_path, fail)
+    repeated.before_announcement(1, diff_of(tmp_path, 1))
+    assert repeated._running is not None and repeated._running.task.wait(30)
+    assert repeated.take(2) is None and not (tmp_path / "calibrating" / WEIGHTS_FILE).exists()
+    (tmp_path / "calibrating").mkdir(exist_ok=True)
+    (tmp_path / "calibrating" / WEIGHTS_FILE).write_bytes(b"of a process that was killed")
+    recalibration_in(tmp_path, fail)
+    assert not (tmp_path / "calibrating" / WEIGHTS_FILE).exists()
+
+
+def test_a_calibration_that_the_coordinator_refuses_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run file on the trainer's machine has changed since the run began."""
+    monkeypatch.setattr(recalibration, "FIRST_REPEAT", 2)
+    coordinator = calibrated_coordinator(limit=1.0)
+
+    def refuse(told: Announce) -> None:
+        if told.noise is not None:
+            raise Rejected("request.malformed", "the calibration does not fit the run's terms")
+
+    coordinator.before_announce = refuse
+    run(coordinator, tmp_path, lambda _: NOISE)
+    assert [told.manifest.body.version for told in coordinator.announced] == [0, 1, 2, 3]
+    assert "the old one stays: POST /v1/policies: request.malformed" in caplog.text
+
+
+def test_weights_of_a_calibration_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
+    """They are not flushed: else every start of the trainer would fail."""
+    repeated, diff = recalibration_in(tmp_path, lambda _: NOISE), diff_of(tmp_path, 1)
+    moved, _ = repeated.before_announcement(1, diff)
+    (tmp_path / "calibrated.safetensors").write_bytes(b"")
+    assert repeated.before_announcement(2, diff)[0] == moved
+    assert not (tmp_path / "calibrated.safetensors").exists()
 
 
 def test_training_goes_on_if_the_calibration_cannot_be_repeated(

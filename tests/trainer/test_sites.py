@@ -111,14 +111,14 @@ def test_the_state_shared_by_sites_is_in_the_checkpoint(tmp_path: Path) -> None:
     found = checkpoints.newest()
     assert found is not None
     load_checkpoint(again, found)
-    ours, theirs = sites.state(), its.state()
+    ours, theirs = sites.state_dict(), its.state_dict()
     assert ours["round"] == theirs["round"] == 1 and ours["phase"] == theirs["phase"] == 1
     assert torch.equal(ours["bases"][0], theirs["bases"][0])
     assert torch.equal(ours["momenta"][0], theirs["momenta"][0])
     assert torch.equal(weights(learner), weights(again))
     sites.close()
     its.close()
-    checkpoints.close()
+    assert checkpoints.close(30)
 
 
 def test_torchft_needs_its_lighthouse() -> None:

@@ -4,13 +4,13 @@ import threading
 from pathlib import Path
 
 import torch
-from tiny_learner import CONFIG, make_learner
+from tiny_learner import CONFIG, make_learner, output_logprobs
 
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.data.pack import pack
-from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.supervised import answered_problem, warm_up
 from shoal.wire.run_spec import TaskSpec
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch
 
+from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.weights import save_tensors
 from shoal.shardcast.file_image import FileImage
 from shoal.telemetry import Log
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io import weights_diff
 from shoal.trainer.io.weights_diff import WeightsDiff, count_changed
 

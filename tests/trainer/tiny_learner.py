@@ -4,11 +4,15 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
+from shoal.trainer.data.pack import MicroBatch
 from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
 
 VOCAB = 80
 CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=2, row_tokens=48, rows_per_micro_batch=2)
@@ -22,6 +26,12 @@ def make_model(folder: Path) -> Path:
 
 def make_learner(model: Path, config: TrainerConfig = CONFIG) -> Learner:
     return Learner(load_decoder(model), config)
+
+
+def output_logprobs(model: TrainerPolicy | Causal, micro: MicroBatch) -> Tensor:
+    """Returns the log-prob of every output token of a micro-batch, with gradient."""
+    scores = model.scores(micro) if isinstance(model, TrainerPolicy) else score(model, micro)
+    return scores.logprobs_N
 
 
 def make_sample(rng: random.Random, *, lag: int = 0) -> TrainSample:

@@ -11,7 +11,6 @@ Each chunk is coded on its own, so that coding, sending and summing overlap. No 
 must give the same bytes with every version of every library.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -60,53 +59,6 @@ def coded_bytes(codec: CodecName, num_values: int) -> int:
         return 2 * num_values
     body = {"fp16-scaled": 2 * num_values, "int8": num_values, "int4": (num_values + 1) // 2}[codec]
     return 4 * _num_blocks(codec, num_values) + body
-
-
-def reduce_chunk(
-    codec: CodecName,
-    coded: Sequence[Coded],
-    weights: Sequence[float],
-    num_values: int,
-    *,
-    factors: Sequence[float] | None = None,
-    trim: int = 0,
-    check: Callable[[int, Vector], None] = lambda at, values_N: None,
-) -> Coded:
-    """Returns the weighted mean of coded chunks, coded once, so that all peers decode the same bits.
-
-    Sums in the given order, in float32. `weights` need not sum to 1; if all are 0 the chunks count equally. Each chunk is
-    multiplied by its factor, which does not change its weight. `trim` values are left out at each end of every coordinate.
-    `check` is called with the index and the decoded values of each chunk.
-    """
-    total = float(sum(weights))
-    shares = [weight / total for weight in weights] if total > 0 else [1 / len(weights)] * len(weights)
-    factors = [1.0] * len(shares) if factors is None else factors
-
-    def values_of(at: int) -> Vector:
-        values_N = decode(codec, coded[at], num_values)
-        check(at, values_N)
-        return values_N
-
-    if trim:
-        values_MN = np.stack([values_of(at) * np.float32(factor) for at, factor in enumerate(factors)])
-        return encode(codec, _trimmed_mean(values_MN, np.asarray(shares, np.float32), trim))
-    sum_N = values_of(0) * np.float32(shares[0] * factors[0])
-    part_N = np.empty_like(sum_N)
-    for at in range(1, len(coded)):
-        np.multiply(values_of(at), np.float32(shares[at] * factors[at]), out=part_N)
-        sum_N += part_N
-    return encode(codec, sum_N)
-
-
-def _trimmed_mean(values_MN: Vector, shares_M: Vector, trim: int) -> Vector:
-    """Returns the mean by coordinate without the `trim` lowest and highest values, weighted among those that remain."""
-    order_MN = np.argsort(values_MN, axis=0, kind="stable")[trim : len(values_MN) - trim]
-    weights_MN = shares_M[order_MN]
-    kept_MN = np.take_along_axis(values_MN, order_MN, axis=0)
-    total_N = weights_MN.sum(axis=0)
-    weights_MN = np.where(total_N > 0, weights_MN, np.float32(1))
-    mean_N: Vector = (kept_MN * weights_MN).sum(axis=0) / weights_MN.sum(axis=0)
-    return mean_N
 
 
 def _to_fp16(values_N: Vector) -> NDArray[np.float16]:

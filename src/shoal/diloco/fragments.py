@@ -4,7 +4,7 @@ Under FSDP2 a parameter is a DTensor, and only this rank's shard is read: it is 
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -19,45 +19,50 @@ class Fragment:
     """A subset of the parameters, in a fixed order."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self.num_values = sum(local(parameter).numel() for parameter in self._parameters)
+        self.parameters = list(parameters)
+        self.num_values = sum(self._size(parameter) for parameter in self.parameters)
 
     @torch.no_grad()
     def read(self) -> Vector:
         """Returns the present values."""
         values_N = np.empty(self.num_values, np.float32)
-        into = torch.from_numpy(values_N)
-        at = 0
-        for parameter in self._parameters:
-            part = local(parameter)
-            into[at : at + part.numel()].copy_(part.reshape(-1))
-            at += part.numel()
+        for parameter, part in self._parts(values_N):
+            part.copy_(self._value(parameter).reshape(-1))
         return values_N
 
     @torch.no_grad()
     def write(self, values_N: Vector) -> None:
         """Copies values into the parameters."""
-        at = 0
-        for parameter in self._parameters:
-            part = local(parameter)
-            part.copy_(torch.from_numpy(values_N[at : at + part.numel()]).view(part.shape))
-            at += part.numel()
+        for parameter, part in self._parts(values_N):
+            self._set_value(parameter, part)
 
     def as_stored(self, values_N: Vector) -> Vector:
         """Returns the values rounded to the parameters' dtypes, as `write` followed by `read` would return them."""
-        if all(parameter.dtype == torch.float32 for parameter in self._parameters):
+        if all(parameter.dtype == torch.float32 for parameter in self.parameters):
             return values_N
-        held_N = np.empty_like(values_N)
-        at = 0
-        for parameter in self._parameters:
-            end = at + self._size(parameter)
-            held_N[at:end] = torch.from_numpy(values_N[at:end]).to(parameter.dtype).float().numpy()
-            at = end
+        held_N = values_N.copy()
+        for parameter, part in self._parts(held_N):
+            part.copy_(part.to(parameter.dtype))
         return held_N
+
+    def _parts(self, values_N: Vector) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields every parameter with its part of `values_N`, flat, sharing its memory."""
+        values, at = torch.from_numpy(values_N), 0
+        for parameter in self.parameters:
+            size = self._size(parameter)
+            yield parameter, values[at : at + size]
+            at += size
 
     def _size(self, parameter: nn.Parameter) -> int:
         """Returns how many values of a parameter the fragment has."""
         return local(parameter).numel()
+
+    def _value(self, parameter: nn.Parameter) -> Tensor:
+        return local(parameter)
+
+    def _set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        held = local(parameter)
+        held.copy_(value.view(held.shape))
 
 
 def fragments_of(model: nn.Module, num_fragments: int) -> list[Fragment]:

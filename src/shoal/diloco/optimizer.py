@@ -28,8 +28,9 @@ from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import Averager, FetchedState, Ready
 from shoal.diloco.fragments import fragments_of
 from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
+from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.diloco.rounds import RoundOutcome, RoundResult, take_round
-from shoal.diloco.site_ranks import SiteCommand, SiteRanks, whole_fragments
+from shoal.diloco.site_ranks import RankCommand, SiteCommand, whole_fragments
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 
@@ -93,7 +94,7 @@ class DiLoCo(Optimizer):
         outer: Outer | None = None,
         schedule: Schedule | None = None,
         site: Any = None,
-        ranks: SiteRanks | None = None,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         if not isinstance(outer or Outer(), Outer):
             raise ValueError(
@@ -125,7 +126,7 @@ class DiLoCo(Optimizer):
         self._log = Log("diloco")
         self._samples = 0.0
         fragments = fragments_of(model, self.schedule.fragments)
-        self._fragments = fragments if ranks is None else whole_fragments(fragments, ranks)
+        self._fragments = fragments if ranks.size == 1 else whole_fragments(fragments, ranks)
         with self._releasing_ranks():
             first = tuple(fragment.read() for fragment in self._fragments)
         self.outer_state: OuterState = first_state(first)
@@ -223,20 +224,18 @@ class DiLoCo(Optimizer):
     @contextlib.contextmanager
     def _releasing_ranks(self) -> Iterator[None]:
         """Tells the site's other ranks at the end of the outermost operation to continue, or to stop as this rank does."""
-        if self._ranks is None:
-            yield
-            return
         self._operations += 1
         try:
             yield
         except Stopped:
-            self._operations -= 1
-            if not self._operations:
-                self._ranks.tell(SiteCommand.STOPPED)
+            self._end_operation(RankCommand(SiteCommand.STOPPED))
             raise
+        self._end_operation(RankCommand(SiteCommand.RELEASE, steps=self.steps))
+
+    def _end_operation(self, command: RankCommand) -> None:
         self._operations -= 1
         if not self._operations:
-            self._ranks.tell(SiteCommand.RELEASE, steps=self.steps)
+            self._ranks.broadcast(command)
 
     # -- rounds ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.diloco.codec import CodecName, Coded, coded_bytes, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode
 from shoal.diloco.outer import Vector, is_finite
 
 AverageKind = Literal["mean", "trimmed"]
@@ -86,7 +86,9 @@ class PartAverager:
         settings: RobustSettings,
     ) -> None:
         self._codec: CodecName = codec
-        self._members, self._weights, self._norms = tuple(members), tuple(weights), tuple(norms)
+        self._members, self._norms = tuple(members), tuple(norms)
+        total = float(sum(weights))
+        self._shares = [weight / total if total > 0 else 1 / len(weights) for weight in weights]
         self._factors = settings.norm_factors(norms)
         self._trim = settings.num_trimmed(len(self._members))
         self._squares = [0.0] * len(self._members)
@@ -101,18 +103,31 @@ class PartAverager:
             )
 
     def average(self, coded: Sequence[Coded], num_values: int) -> Coded:
-        """Returns the coded average of one chunk of every member. Raises BadChunk, or ValueError for a wrong size."""
-        return reduce_chunk(
-            self._codec,
-            coded,
-            self._weights,
-            num_values,
-            factors=self._factors,
-            trim=self._trim,
-            check=self._check,
-        )
+        """Returns the weighted mean of one chunk of every member, coded once, so that all peers decode the same bits.
 
-    def _check(self, at: int, values_N: Vector) -> None:
+        Sums in the order of the members, in float32. If all weights are 0 the chunks count equally. Each chunk is multiplied by its
+        factor, which does not change its weight. Raises BadChunk, or ValueError for a wrong size.
+        """
+        if self._trim:
+            values_MN = np.stack(
+                [
+                    self._values(at, coded[at], num_values) * np.float32(factor)
+                    for at, factor in enumerate(self._factors)
+                ]
+            )
+            mean_N = _trimmed_mean(values_MN, np.asarray(self._shares, np.float32), self._trim)
+            return encode(self._codec, mean_N)
+        sum_N = self._values(0, coded[0], num_values) * np.float32(self._shares[0] * self._factors[0])
+        part_N = np.empty_like(sum_N)
+        for at in range(1, len(coded)):
+            scale = np.float32(self._shares[at] * self._factors[at])
+            np.multiply(self._values(at, coded[at], num_values), scale, out=part_N)
+            sum_N += part_N
+        return encode(self._codec, sum_N)
+
+    def _values(self, at: int, coded: Coded, num_values: int) -> Vector:
+        """Returns a member's values. Raises BadChunk if they are not finite or exceed the norm that it declared."""
+        values_N = decode(self._codec, coded, num_values)
         if not is_finite(values_N):
             raise BadChunk(self._members[at], "its pseudo-gradient is not finite")
         self._squares[at] += squared_norm(values_N)
@@ -122,6 +137,18 @@ class PartAverager:
                 self._members[at],
                 f"its pseudo-gradient has a norm of {norm:.3g}, but it declared {declared:.3g}",
             )
+        return values_N
+
+
+def _trimmed_mean(values_MN: Vector, shares_M: Vector, trim: int) -> Vector:
+    """Returns the mean by coordinate without the `trim` lowest and highest values, weighted among those that remain."""
+    order_MN = np.argsort(values_MN, axis=0, kind="stable")[trim : len(values_MN) - trim]
+    weights_MN = shares_M[order_MN]
+    kept_MN = np.take_along_axis(values_MN, order_MN, axis=0)
+    total_N = weights_MN.sum(axis=0)
+    weights_MN = np.where(total_N > 0, weights_MN, np.float32(1))
+    mean_N: Vector = (kept_MN * weights_MN).sum(axis=0) / weights_MN.sum(axis=0)
+    return mean_N
 
 
 def upper_median(values: Sequence[float]) -> float:

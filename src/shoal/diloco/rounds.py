@@ -9,7 +9,7 @@ begin raises Behind ──▶ fetch the swarm's state ──▶ ADOPTED (this si
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shoal.diloco.averaging.averager import Averager, Behind, FetchedState, Ready, Reduced, RoundFailed
@@ -27,52 +27,20 @@ class RoundOutcome(Enum):
     ADOPTED = "the swarm's state was newer: it is adopted, and this site's work is kept for the next round"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RoundResult:
-    """The result of a round, over all its attempts."""
+    """The result of a round, over all its attempts. Until one succeeds, the average is this site's own pseudo-gradient."""
 
-    outcome: RoundOutcome
+    outcome: RoundOutcome = RoundOutcome.LOCAL
     average_N: Vector
     work: float
     members: tuple[str, ...]
-    fetched: FetchedState | None
-    attempts: int
-    num_bytes: int
-    took_s: float
-    reasons: tuple[str, ...]
+    fetched: FetchedState | None = None
+    attempts: int = 0
+    num_bytes: int = 0
+    took_s: float = 0.0
+    reasons: list[str] = field(default_factory=list)
     """Why each failed attempt failed."""
-
-
-class _RoundAttempts:
-    """Counts the attempts at one round."""
-
-    def __init__(self, on_offer: Callable[[int], None]) -> None:
-        self.on_offer = on_offer
-        self.started_s = time.monotonic()
-        self.reasons: list[str] = []
-        self.num = 0
-        self.num_bytes = 0
-
-    def result(
-        self,
-        outcome: RoundOutcome,
-        average_N: Vector,
-        *,
-        work: float,
-        members: tuple[str, ...],
-        fetched: FetchedState | None = None,
-    ) -> RoundResult:
-        return RoundResult(
-            outcome=outcome,
-            average_N=average_N,
-            work=work,
-            members=members,
-            fetched=fetched,
-            attempts=self.num,
-            num_bytes=self.num_bytes,
-            took_s=time.monotonic() - self.started_s,
-            reasons=tuple(self.reasons),
-        )
 
 
 def take_round(
@@ -90,46 +58,52 @@ def take_round(
     Calls `on_offer` with the round's number once there is a group, before any value is sent.
     """
     ready = replace(ready, norm=declared_norm(delta_N))
-    attempts = _RoundAttempts(on_offer)
-    pause_s = 0.05
-    while (left_s := deadline_s - (time.monotonic() - attempts.started_s)) > 0:
-        attempts.num += 1
-        tried_s = time.monotonic()
-        try:
-            return _attempt(averager, ready, delta_N, left_s=left_s, attempts=attempts)
-        except Behind as behind:
+    result = RoundResult(average_N=delta_N, work=ready.weight, members=(averager.peer,))
+    started_s, pause_s = time.monotonic(), 0.05
+    until_s = started_s + deadline_s
+    try:
+        while time.monotonic() < until_s:
+            result.attempts += 1
             try:
-                fetched = averager.fetch(deadline_s=max(1.0, left_s - (time.monotonic() - tried_s)))
+                _attempt(averager, ready, delta_N, result, until_s=until_s, on_offer=on_offer)
+                return result
+            except Behind as behind:
+                try:
+                    result.fetched = averager.fetch(deadline_s=max(1.0, until_s - time.monotonic()))
+                    result.outcome = RoundOutcome.ADOPTED
+                    return result
+                except RoundFailed as failed:
+                    result.reasons.append(f"{behind}; {failed}")
             except RoundFailed as failed:
-                attempts.reasons.append(f"{behind}; {failed}")
-            else:
-                return attempts.result(
-                    RoundOutcome.ADOPTED,
-                    delta_N,
-                    work=ready.weight,
-                    members=(averager.peer,),
-                    fetched=fetched,
-                )
-        except RoundFailed as failed:
-            attempts.reasons.append(str(failed))
-            log.warning("round failed, retrying", round=ready.round, reason=failed)
-        if stop.wait(min(pause_s, max(0.0, left_s))):
-            raise Stopped(f"stopped in round {ready.round}")
-        pause_s = min(2 * pause_s, 1.0)
-    log.warning("round taken alone", round=ready.round, deadline_s=deadline_s, reasons=len(attempts.reasons))
-    return attempts.result(RoundOutcome.LOCAL, delta_N, work=ready.weight, members=(averager.peer,))
+                result.reasons.append(str(failed))
+                log.warning("round failed, retrying", round=ready.round, reason=failed)
+            if stop.wait(min(pause_s, max(0.0, until_s - time.monotonic()))):
+                raise Stopped(f"stopped in round {ready.round}")
+            pause_s = min(2 * pause_s, 1.0)
+        log.warning(
+            "round taken alone", round=ready.round, deadline_s=deadline_s, reasons=len(result.reasons)
+        )
+        return result
+    finally:
+        result.took_s = time.monotonic() - started_s
 
 
 def _attempt(
-    averager: Averager, ready: Ready, delta_N: Vector, *, left_s: float, attempts: _RoundAttempts
-) -> RoundResult:
-    started_s = time.monotonic()
+    averager: Averager,
+    ready: Ready,
+    delta_N: Vector,
+    result: RoundResult,
+    *,
+    until_s: float,
+    on_offer: Callable[[int], None],
+) -> None:
+    """Makes one attempt and writes the group's average into `result`. Raises Behind or RoundFailed."""
 
     def left() -> float:
-        return max(0.01, left_s - (time.monotonic() - started_s))
+        return max(0.01, until_s - time.monotonic())
 
     group = averager.begin(ready, deadline_s=left())
-    attempts.on_offer(ready.round)
+    on_offer(ready.round)
     try:
         reduced: Reduced = averager.reduce(group, delta_N, deadline_s=left())
         if not is_finite(reduced.average_N):
@@ -137,7 +111,8 @@ def _attempt(
     except RoundFailed:
         averager.commit(group, "", deadline_s=min(2.0, left()))
         raise
-    attempts.num_bytes += reduced.num_bytes
+    result.num_bytes += reduced.num_bytes
     if not averager.commit(group, reduced.digest, deadline_s=left()):
         raise RoundFailed(f"group {group.id[:8]} of {len(group.members)}: the members' digests differ")
-    return attempts.result(RoundOutcome.COMMITTED, reduced.average_N, work=group.work, members=group.members)
+    result.outcome, result.average_N = RoundOutcome.COMMITTED, reduced.average_N
+    result.work, result.members = group.work, group.members

@@ -1,6 +1,6 @@
 """The `[trainer]` table of a run file. Settings that every role needs (task, sampling, max_lag) are in wire.run_spec."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -132,15 +132,12 @@ class TrainerConfig(Record):
     def recipe(self) -> Recipe:
         """Returns the loss's defaults with the run file's settings in their place."""
         own = RECIPES[self.loss]
+        names = [field.name for field in fields(Recipe)]
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         # A run file that sets only `eps` means both sides if the loss's defaults are symmetric.
-        both = self.eps if self.eps is not None and own.eps == own.eps_high else own.eps_high
-        return Recipe(
-            eps=own.eps if self.eps is None else self.eps,
-            eps_high=both if self.eps_high is None else self.eps_high,
-            delta=own.delta if self.delta is None else self.delta,
-            advantage=self.advantage or own.advantage,
-            normalisation=self.normalisation or own.normalisation,
-        )
+        if "eps" in given and own.eps == own.eps_high:
+            given.setdefault("eps_high", given["eps"])
+        return replace(own, **given)
 
     @model_validator(mode="after")
     def _check_delta(self) -> "TrainerConfig":

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.diloco.ranks import as_lost_rank, join_ranks
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.files import folder_bytes
 from shoal.model.builtin import create_model
@@ -40,10 +41,10 @@ from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.inbox import Inbox
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.distributed.ranks import as_lost_rank, join_ranks
 from shoal.trainer.distributed.sites import Sites, make_averager
+from shoal.trainer.io.background_save import BackgroundSave
 from shoal.trainer.io.checkpoint import Checkpoints
-from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings
+from shoal.trainer.io.publisher import OriginAddress, Publisher, PublisherSettings
 from shoal.trainer.io.recalibration import MeasureNoise, Recalibration
 from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.reporting.early_warnings import WarningTracker
@@ -56,6 +57,8 @@ from shoal.wire.messages import Info, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 FINISH_POLL_S, LAST_LOOKS = 0.5, 6
+EXIT_TIMEOUT_S = 5.0
+"""How long a process that exits waits for a publication. The next process repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class _TrainerRun:
         self._sites: Sites | None = None
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
-        self._publication = BackgroundPublication()
+        self._publication = BackgroundSave[list[ChangedWords]]("version", "to be published")
         self._inbox = Inbox(
             client,
             config,
@@ -268,9 +271,9 @@ class _TrainerRun:
         """Leaves the other sites and closes what was opened."""
         if self._sites is not None:
             self._sites.close()
-        if self._publication.close():
+        if self._publication.close(EXIT_TIMEOUT_S):
             self._publisher.write_newest_whole()
-        self._checkpoints.close()
+        self._checkpoints.close(self._site.deadline_s)
         self._publisher.close()
         self._log.info("shut down")
 
@@ -298,27 +301,27 @@ class _TrainerRun:
         return self._warnings.with_warnings(report)
 
     def _while_waiting(self) -> None:
-        if self._publication.check():
+        if not self._publication.running:
             self._publisher.recalibrate()
 
     def _wait_for_readers(self) -> None:
         """Waits until nobody reads the weights: the publication's capture and the checkpoint's copy are complete."""
         with self._exposed.publishing():
-            self._publication.wait_for_capture(self._site.deadline_s)
+            self._publication.wait_for_copy(self._site.deadline_s)
         with self._exposed.checkpointing():
             self._checkpoints.wait_for_copy(self._site.deadline_s)
 
     def _wait_for_publication(self) -> None:
         # A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most; preparing it takes time too.
         with self._exposed.publishing():
-            self._publication.wait(3 * self._site.deadline_s)
+            self._publication.finish(3 * self._site.deadline_s)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def _checkpoint_is_due(self) -> bool:
         if self._config.diloco is not None:
             return True
-        return not self._checkpoints.writing and time.monotonic() >= self._checkpoint_at_s
+        return not self._checkpoints.running and time.monotonic() >= self._checkpoint_at_s
 
     def _start_checkpoint(self, report: StepReport | None) -> None:
         version = self._lockstep.learner.version
@@ -342,9 +345,8 @@ class _TrainerRun:
         self._create_sites()
         self._lockstep.set_reference(self._reference_path)
         if self._sites is not None:
-            self._lockstep.join_sites(
-                self._sites
-            )  # a new site's first version has the weights that the others have reached
+            # A new site's first version has the weights that the others have reached.
+            self._lockstep.join_sites(self._sites)
         parameters = sum(one.numel() for one in self._lockstep.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
         self._save()
@@ -383,19 +385,17 @@ class _TrainerRun:
     def _newest_published(self) -> int:
         """Returns the newest version that others may have: announced, or served by the process before. -1 if there is none."""
         info = _fetch_info(self._client, self._site)
-        announced = -1 if info.newest_version is None else info.newest_version
-        served = self._publisher.newest
-        return max(announced, -1 if served is None else served)
+        known = (info.newest_version, self._publisher.newest)
+        return max((version for version in known if version is not None), default=-1)
 
     def _compare_with_published(self) -> int:
         """Takes over the published weights where the learner's differ; returns the number of words that did."""
         diff, version = self._publisher.diff, self._lockstep.learner.version
         differing = count_changed(diff.changes(self._lockstep.weights()), diff.image)
         if differing:
+            goes_on = "the adapters made again" if self._config.lora_rank else "the published weights"
             self._log.warning(
-                "the version made again differs from the published one; training continues from the published weights"
-                if not self._config.lora_rank
-                else "the version made again differs from the published one; training continues from the adapters made again",
+                f"the version made again differs from the published one; training continues from {goes_on}",
                 version=version,
                 differing_words=differing,
             )

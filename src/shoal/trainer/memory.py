@@ -7,12 +7,12 @@
 Activations come on top (cli.run.estimate knows the model's shape). On a CPU both are the same memory.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.files import free_memory_bytes
 from shoal.trainer.config import TrainerConfig
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ def trainer_memory(
     *,
     ranks: int = 1,
     num_adapted: float = 0,
-    sharded: bool | None = None,
+    sharded: bool = False,
 ) -> TrainerMemory:
     """Returns what a trainer of a model holds. With adapters, `num_adapted` is the number of their parameters.
 
-    `sharded` says whether the weights are sharded; None: with several ranks they are.
+    Several ranks shard the weights; `sharded` is set for a single rank that computes as one of several.
     """
     trained = num_adapted if config.lora_rank else num_parameters
     frozen = num_parameters if config.lora_rank else 0
@@ -77,8 +77,7 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
     if not on_cpu:
         needs[device] = memory.device
     for place, needed in needs.items():
-        free = free_bytes(place)
-        if free is not None and needed > free:
+        if needed > (free := free_bytes(place)):
             raise ValueError(
                 f"{model_folder.name}: {num_parameters / 1e9:.2f} billion parameters need {needed / 1e9:.1f} GB of memory ({place}): "
                 f"weights {memory.weights / 1e9:.1f}, gradients {memory.gradients / 1e9:.1f}, moments {memory.moments / 1e9:.1f} a rank, "
@@ -88,19 +87,10 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
             )
 
 
-def free_bytes(place: str) -> float | None:
-    """Returns the memory that is free on a CUDA device or, for "host", on this machine; None if the system does not say."""
-    if place != "host":
-        import torch  # `shoal run --dry-run` needs the formula without it
+def free_bytes(place: str) -> float:
+    """Returns the memory that is free on a CUDA device or, for "host", on this machine; infinity if the system does not say."""
+    if place == "host":
+        return free_memory_bytes() if Path("/proc/meminfo").exists() else math.inf
+    import torch  # `shoal run --dry-run` needs the formula without it
 
-        return float(torch.cuda.mem_get_info(place)[0])
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit.isdigit():
-            found.append(float(limit) - int((_CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return min(found, default=None)
+    return torch.cuda.mem_get_info(place)[0]

@@ -22,9 +22,9 @@ from shoal.telemetry import Log
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from shoal.diloco.ranks import Ranks
     from shoal.diloco.site.diloco_file import DilocoFile
     from shoal.diloco.site.site import SiteProgress
-    from shoal.diloco.site_ranks import SiteRanks
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.config import DilocoConfig
 
@@ -182,40 +182,35 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     options.dir.mkdir(parents=True, exist_ok=True)
-    if ranks is not None:
-        if ranks.leads:
-            _site_id(options.dir)  # the other ranks read it
-        ranks.wait_for_all()
-    if ranks is not None and not ranks.leads:
+    if ranks.leads and ranks.size > 1:
+        _site_id(options.dir)  # the other ranks read it
+    ranks.wait_for_all()
+    if not ranks.leads:
         code = _follow(file, options, stop, ranks)
     else:
         with lock_folder(options.dir, stop):
             code = _train_in_locked_folder(file, options, stop, ranks)
-    if ranks is not None:
-        ranks.release()
+    ranks.leave()
+    ranks.release()
     return code
 
 
-def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "SiteRanks | None":
-    """Connects the processes that torchrun started for this site; returns None for a single process."""
-    from shoal.diloco.site_ranks import join_site_ranks
+def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "Ranks":
+    """Connects the processes that torchrun started for this site."""
+    from shoal.diloco.ranks import join_ranks
 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return None
     if size > file.inner.batch:
         raise ValueError(
             f"{size} ranks for inner.batch = {file.inner.batch} samples: some would have none; start at most {file.inner.batch}"
         )
-    if options.device == "cuda":
+    if options.device == "cuda" and size > 1:
         options.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     timeout_s = max(options.join_s, 3 * file.rounds.deadline_s) + 60
-    return join_site_ranks(rank=rank, size=size, device=options.device, timeout_s=timeout_s)
+    return join_ranks(rank=rank, size=size, device=options.device, command_timeout_s=timeout_s)
 
 
-def _follow(
-    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "SiteRanks"
-) -> int:
+def _follow(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "Ranks") -> int:
     from shoal.diloco.site.site import Site
 
     peer = _site_id(options.dir)
@@ -225,7 +220,7 @@ def _follow(
 
 
 def _train_in_locked_folder(
-    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "SiteRanks | None"
+    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "Ranks"
 ) -> int:
     from rich.console import Console
     from rich.live import Live

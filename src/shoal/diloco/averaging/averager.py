@@ -1,4 +1,4 @@
-"""The averager interface: how a peer finds the others and averages with them. Three engines implement it.
+"""The averager interface: how a peer finds the others and averages with them. PeerAverager and TorchftAverager implement it.
 
 An engine joins a swarm, begins a round (who takes part, from which state), reduces, commits, and transfers states. Its
 result is never trusted as it is: `reduce` returns an average with a digest, and the average is used only after `commit`

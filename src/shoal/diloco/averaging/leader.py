@@ -133,7 +133,9 @@ class Ballot:
     members: tuple[str, ...]
     votes: dict[str, str] = field(default_factory=dict)
     failure: str = ""
-    """Why the round cannot be committed any more; empty while it can."""
+    """Why the round is not committed; empty while it can be."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the result is known."""
 
     def vote(self, peer: str, digest: str) -> None:
         """Counts a member's digest. Votes of other peers are ignored."""
@@ -141,9 +143,17 @@ class Ballot:
             return
         self.votes[peer] = digest
         if not digest:
-            self.failure = self.failure or f"{peer} has no average"
+            self.fail(f"{peer} has no average")
         elif len(set(filter(None, self.votes.values()))) > 1:
-            self.failure = self.failure or f"{peer} has another average than {next(iter(self.votes))}"
+            self.fail(f"{peer} has another average than {next(iter(self.votes))}")
+        elif len(self.votes) == len(self.members):
+            self.ended.set()
+
+    def fail(self, reason: str) -> None:
+        """Ends the vote, unless its result is known: members may have been told to commit."""
+        if not self.ended.is_set():
+            self.failure = reason
+            self.ended.set()
 
     def dissenters(self) -> set[str]:
         """Returns the members whose digest differs from that of more than half: their average is the wrong one."""
@@ -154,20 +164,9 @@ class Ballot:
         return set()
 
     @property
-    def decided(self) -> bool:
-        """Returns whether the result is known."""
-        return bool(self.failure) or len(self.votes) == len(self.members)
-
-    @property
     def commit(self) -> bool:
         """Returns whether the round is committed."""
-        return self.decided and not self.failure
-
-
-@dataclass(slots=True)
-class _OpenVote:
-    ballot: Ballot
-    decided: asyncio.Event = field(default_factory=asyncio.Event)
+        return self.ended.is_set() and not self.failure
 
 
 class Leader:
@@ -183,7 +182,7 @@ class Leader:
         self._waiting: dict[str, tuple[ReadyRequest, asyncio.Future[GroupReply]]] = {}
         self._changed = asyncio.Event()
         self._forming: asyncio.Task[None] | None = None
-        self._votes: dict[str, _OpenVote] = {}
+        self._votes: dict[str, Ballot] = {}
         self._dissents: dict[str, set[str]] = {}
         """Peers whose average differed from the majority's, and in which groups, since the last commit."""
         self._watching: set[asyncio.Task[None]] = set()
@@ -230,24 +229,19 @@ class Leader:
 
     async def vote(self, request: VoteRequest) -> VoteReply:
         """Counts a vote and waits for the result, at most `request.wait_s`."""
-        vote = self._votes.get(request.group)
-        if vote is None:
+        ballot = self._votes.get(request.group)
+        if ballot is None:
             return VoteReply(commit=False, reason=f"this peer does not lead group {request.group[:8]}")
-        vote.ballot.vote(request.peer, request.average_digest)
-        for peer in vote.ballot.dissenters():
+        ballot.vote(request.peer, request.average_digest)
+        for peer in ballot.dissenters():
             self._dissents.setdefault(peer, set()).add(request.group)
-        if vote.ballot.decided:
-            vote.decided.set()
         try:
             async with asyncio.timeout(request.wait_s):
-                await vote.decided.wait()
+                await ballot.ended.wait()
         except TimeoutError:
             # This member is told that the round failed, so no other member may be told to commit it.
-            vote.ballot.failure = (
-                vote.ballot.failure or f"{request.peer} timed out waiting for the others' votes"
-            )
-            vote.decided.set()
-        return VoteReply(commit=vote.ballot.commit, reason=vote.ballot.failure)
+            ballot.fail(f"{request.peer} timed out waiting for the others' votes")
+        return VoteReply(commit=ballot.commit, reason=ballot.failure)
 
     def stop(self) -> None:
         """Cancels the leader's tasks."""
@@ -365,19 +359,19 @@ class Leader:
                 _set_reply(reply, behind_reply)
             return
         group = choice.reply()
-        self._votes[group.id] = vote = _OpenVote(Ballot(group.members))
+        self._votes[group.id] = ballot = Ballot(group.members)
         for request in choice.members:
             _set_reply(waiting[request.peer][1], group)
         behind = [waiting[peer][1] for peer in choice.behind]
         next_round = choice.members[0].standing.round + 1
-        task = asyncio.create_task(self._watch_vote(group.id, vote, behind, next_round, half_s))
+        task = asyncio.create_task(self._watch_vote(group.id, ballot, behind, next_round, half_s))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
     async def _watch_vote(
         self,
         group: str,
-        vote: _OpenVote,
+        ballot: Ballot,
         behind: list[asyncio.Future[GroupReply]],
         next_round: int,
         half_s: float,
@@ -388,37 +382,36 @@ class Leader:
         claims a newer state and never votes would keep them waiting until their deadline.
         """
         started_s = time.monotonic()
-        while not vote.decided.is_set():
+        while not ballot.ended.is_set():
             try:
                 async with asyncio.timeout(2 * PING_EVERY_S):
-                    await vote.decided.wait()
+                    await ballot.ended.wait()
             except TimeoutError:
-                await self._ping_voters(vote)
+                await self._ping_voters(ballot)
             if time.monotonic() - started_s > half_s:
                 for reply in behind:
                     _set_reply(
                         reply,
                         GroupReply(outcome="behind", reason="the group is slow", at_least=next_round - 1),
                     )
-        if vote.ballot.commit:
+        if ballot.commit:
             self._dissents.clear()
         result = (
             GroupReply(outcome="behind", reason="the group committed its round", at_least=next_round)
-            if vote.ballot.commit
-            else GroupReply(outcome="retry", reason=vote.ballot.failure)
+            if ballot.commit
+            else GroupReply(outcome="retry", reason=ballot.failure)
         )
         for reply in behind:
             _set_reply(reply, result)
         await asyncio.sleep(CLOSED_VOTE_S)
         self._votes.pop(group, None)
 
-    async def _ping_voters(self, vote: _OpenVote) -> None:
-        for peer in vote.ballot.members:
-            if peer in vote.ballot.votes or peer == self._membership.own_id:
+    async def _ping_voters(self, ballot: Ballot) -> None:
+        for peer in ballot.members:
+            if peer in ballot.votes or peer == self._membership.own_id:
                 continue
             if not await self._ping(peer):
-                vote.ballot.failure = vote.ballot.failure or f"{peer} is gone"
-                vote.decided.set()
+                ballot.fail(f"{peer} is gone")
 
 
 def _set_reply(future: "asyncio.Future[GroupReply]", reply: GroupReply) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from shoal.diloco.codec import CodecName
+from shoal.diloco.optimizer import Schedule
 from shoal.diloco.robust import AverageKind, RobustSettings
 from shoal.wire.record import Record
 
@@ -86,6 +88,16 @@ class RoundsSection(Record):
     checkpoint_every: int = Field(default=1, ge=1)
     """Rounds between two checkpoints of a site."""
 
+    @property
+    def schedule(self) -> Schedule:
+        """Returns the optimizer's part of these settings. Raises ValueError if they do not fit together."""
+        return Schedule(**{field.name: getattr(self, field.name) for field in fields(Schedule)})
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "RoundsSection":
+        _ = self.schedule
+        return self
+
 
 class DilocoFile(Record):
     """A DiLoCo run file."""
@@ -113,16 +125,6 @@ class DilocoFile(Record):
             raise ValueError(
                 f'rounds.admit needs run.engine = "hivemind": the peers of {self.run.engine!r} have no keys'
             )
-        if self.rounds.inner_steps % self.rounds.fragments:
-            raise ValueError(
-                f"rounds.inner_steps = {self.rounds.inner_steps} must be a multiple of rounds.fragments = "
-                f"{self.rounds.fragments}"
-            )
-        if self.rounds.overlap_steps >= self.rounds.inner_steps // self.rounds.fragments:
-            raise ValueError(
-                f"rounds.overlap_steps = {self.rounds.overlap_steps} must be below the "
-                f"{self.rounds.inner_steps // self.rounds.fragments} steps between two rounds"
-            )
         return self
 
 
@@ -143,7 +145,7 @@ def load_diloco_file(path: Path) -> DilocoFile:
             + (
                 " is not a key of this file"
                 if problem["type"] == "extra_forbidden"
-                else f": {problem['msg']}"
+                else f": {problem['msg'].removeprefix('Value error, ')}"
             )
             for problem in error.errors(include_url=False)
         )

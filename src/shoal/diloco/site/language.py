@@ -78,22 +78,6 @@ def text_encoder(folder: Path) -> Callable[[str], list[int]]:
     return tokenizer.encode_answer
 
 
-def vocab_size(model: nn.Module) -> int:
-    """Returns the size of the vocabulary."""
-    if isinstance(model, Decoder):
-        return model.shape.vocab_size
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.num_embeddings)
-
-
-def max_positions(model: nn.Module) -> int:
-    """Returns the longest sequence that the model accepts."""
-    if isinstance(model, Decoder):
-        return model.shape.max_positions
-    # Some model families have no limit.
-    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 31)
-
-
 def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     """Returns the mean cross-entropy of each token given those before it."""
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]

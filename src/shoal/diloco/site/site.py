@@ -21,23 +21,22 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.diloco.averaging.averager import Averager
-from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
+from shoal.diloco.optimizer import DiLoCo, RoundReport
 from shoal.diloco.outer import Outer
+from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.diloco.site.diloco_file import DilocoFile, InnerSection
 from shoal.diloco.site.language import (
     Samples,
     Tokens,
     load_language_model,
-    max_positions,
     model_folder,
     next_token_loss,
     read_corpus,
     save_language_model,
     text_encoder,
     validation_loss,
-    vocab_size,
 )
-from shoal.diloco.site_ranks import SiteCommand, SiteFollower, SiteRanks
+from shoal.diloco.site_ranks import RankCommand, SiteCommand, SiteFollower
 from shoal.files import (
     explain_full_disk,
     flush_folder,
@@ -45,6 +44,7 @@ from shoal.files import (
     write_atomically,
     write_bytes_atomically,
 )
+from shoal.model.load_model import read_model_limits
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 
@@ -90,11 +90,11 @@ class Site:
         device: str,
         peer: str,
         stop: threading.Event,
-        ranks: SiteRanks | None = None,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         """Loads model and data. `averager` is None on every rank but 0."""
         self.file, self._device, self._stop, self._ranks = file, device, stop, ranks
-        if ranks is not None and not ranks.leads:
+        if not ranks.leads:
             ranks.wait_for_all()  # rank 0 makes the model's folder and the files of tokens first
         self.log = Log("site")
         self.progress = SiteProgress(last_step=file.run.steps)
@@ -107,7 +107,7 @@ class Site:
         torch.manual_seed(file.run.seed)
         self.model: nn.Module = load_language_model(self._source, device)
         self._load_data(folder, peer)
-        if ranks is not None and ranks.leads:
+        if ranks.leads:
             ranks.wait_for_all()
         self._optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
@@ -169,20 +169,18 @@ class Site:
         self._tell(SiteCommand.END)
 
     def _tell(self, command: SiteCommand) -> None:
-        if self._ranks is not None and self._ranks.leads:
-            self._ranks.tell(command)
+        if self._ranks.leads:
+            self._ranks.broadcast(RankCommand(command))
 
     def _step(self) -> None:
         inner, started_s = self.file.inner, time.monotonic()
         other_s = self.progress.waited_s + self.progress.overhead_s
-        batch, loss = self._samples.take(inner.batch), 0.0
-        if self._ranks is not None:
-            batch = batch[self._ranks.rank :: self._ranks.size]
+        batch, loss = self._samples.take(inner.batch)[self._ranks.rank :: self._ranks.size], 0.0
         for at in range(0, len(batch), inner.micro_batch):
             micro = batch[at : at + inner.micro_batch]
             loss += self._backward(micro, share=len(micro) / inner.batch)
-        if self._ranks is not None:
-            loss = self._ranks.add_gradients(self.model, loss)
+        self._ranks.add_up(one.grad for one in self.model.parameters() if one.grad is not None)
+        loss = self._ranks.total(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(
@@ -261,33 +259,30 @@ class Site:
         else:
             cut = max(len(tokens_N) - max(len(tokens_N) // 100, 2 * data.sequence + 1), 0)
             tokens_N, held_N = tokens_N[:cut], tokens_N[cut:]
-        vocabulary, positions = vocab_size(self.model), max_positions(self.model)
-        if data.sequence > positions:
+        limits = read_model_limits(self._source)
+        if data.sequence > limits.max_positions:
             raise ValueError(
-                f"data.sequence = {data.sequence} exceeds the model's {positions} positions; lower data.sequence"
+                f"data.sequence = {data.sequence} exceeds the model's {limits.max_positions} positions; lower data.sequence"
             )
-        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=vocabulary)
-        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=vocabulary)
+        self._samples = Samples(
+            tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=limits.vocab_size
+        )
+        held = Samples(
+            held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=limits.vocab_size
+        )
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager | None) -> DiLoCo | SiteFollower:
         inner, rounds = self.file.inner, self.file.rounds
         adamw = torch.optim.AdamW(inner_groups(self.model, inner), lr=inner.lr, betas=(0.9, 0.95))
         if averager is None:
-            assert self._ranks is not None, "a single process is rank 0"
             return SiteFollower(self.model, inner=adamw, ranks=self._ranks, num_fragments=rounds.fragments)
         return DiLoCo(
             self.model,
             inner=adamw,
             averager=averager,
             outer=Outer(lr=self.file.outer.lr, momentum=self.file.outer.momentum),
-            schedule=Schedule(
-                inner_steps=rounds.inner_steps,
-                deadline_s=rounds.deadline_s,
-                fragments=rounds.fragments,
-                overlap_steps=rounds.overlap_steps,
-                mix=rounds.mix,
-            ),
+            schedule=rounds.schedule,
             ranks=self._ranks,
         )
 

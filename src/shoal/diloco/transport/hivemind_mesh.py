@@ -128,7 +128,8 @@ class HivemindMesh:
         await asyncio.sleep(0.1)
 
     async def open(self, peer: str, *, bulk: bool = False) -> Stream:
-        if bulk and self._address.direct_port is not None and self._may_link(peer):
+        until_s = self._no_direct_until_s.get(peer, 0.0)
+        if bulk and self._address.direct_port is not None and time.monotonic() >= until_s:
             try:
                 stream = await self._open_direct(peer)
             except StreamBroken as broken:
@@ -141,9 +142,6 @@ class HivemindMesh:
 
     def mark_broken(self, peer: str) -> None:
         self._no_direct_until_s[peer] = time.monotonic() + DIRECT_RETRY_S
-
-    def _may_link(self, peer: str) -> bool:
-        return time.monotonic() >= self._no_direct_until_s.get(peer, 0.0)
 
     async def _open_direct(self, peer: str) -> Stream:
         stream, host = await self._open(peer, self._link_protocol)

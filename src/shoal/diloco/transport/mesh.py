@@ -16,7 +16,7 @@ A link that cannot be made costs at most CONNECT_S; the member then uses the dae
 
 import asyncio
 import contextlib
-import re
+import itertools
 import secrets
 import socket
 import threading
@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,6 @@ OFFER_S = 30.0
 MAX_OFFERS = 1024
 TOKEN_SIZE = 16
 _FIRST_FRAME = b"shoal link"
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 Handler = Callable[[Stream], Awaitable[None]]
 
@@ -80,31 +79,13 @@ class LocalHub:
     """The directory of the local meshes of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._meshes: dict[str, LocalMesh] = {}
-        self._num = 0
+        self.meshes: dict[str, LocalMesh] = {}
+        """The peers that have started, by id. Each operation on it is atomic: peers have threads of their own."""
+        self._numbers = itertools.count(1)
 
     def mesh(self, *, reachable: bool = True) -> "LocalMesh":
         """Creates a new peer."""
-        with self._lock:
-            self._num += 1
-            return LocalMesh(self, f"local-{self._num:03d}", reachable=reachable)
-
-    def enter(self, mesh: "LocalMesh") -> None:
-        with self._lock:
-            self._meshes[mesh.peer] = mesh
-
-    def leave(self, mesh: "LocalMesh") -> None:
-        with self._lock:
-            self._meshes.pop(mesh.peer, None)
-
-    def find(self, peer: str) -> "LocalMesh | None":
-        with self._lock:
-            return self._meshes.get(peer)
-
-    def all(self) -> "list[LocalMesh]":
-        with self._lock:
-            return list(self._meshes.values())
+        return LocalMesh(self, f"local-{next(self._numbers):03d}", reachable=reachable)
 
 
 class LocalMesh:
@@ -123,10 +104,10 @@ class LocalMesh:
 
     async def start(self, handler: Handler) -> None:
         self._handler, self._loop = handler, asyncio.get_running_loop()
-        self._hub.enter(self)
+        self._hub.meshes[self.peer] = self
 
     async def open(self, peer: str, *, bulk: bool = False) -> Stream:
-        other = self._hub.find(peer)
+        other = self._hub.meshes.get(peer)
         if other is None or not other.reachable:
             raise StreamBroken(f"no reachable peer {peer}")
         ours, theirs = socket.socketpair()
@@ -141,10 +122,10 @@ class LocalMesh:
         self.card = card
 
     async def cards(self) -> dict[str, bytes]:
-        return {mesh.peer: mesh.card for mesh in self._hub.all() if mesh.card}
+        return {mesh.peer: mesh.card for mesh in list(self._hub.meshes.values()) if mesh.card}
 
     async def stop(self) -> None:
-        self._hub.leave(self)
+        self._hub.meshes.pop(self.peer, None)
         tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
@@ -201,14 +182,12 @@ class LinkOffer(Record):
     port: int = Field(ge=0, le=65535)
     """0: no direct link is offered."""
     token: str = Field(pattern=r"^([0-9a-f]{32})?$")
-    keys: tuple[str, ...] = Field(max_length=2)
+    keys: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = Field(max_length=2)
     """The keys of what the member sends and of what it receives."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.port and (
-            len(self.token) != 32 or any(not _KEY.fullmatch(key) for key in self.keys) or len(self.keys) != 2
-        ):
+        if self.port and not (self.token and len(self.keys) == 2):
             raise ValueError("an offer needs a token of 16 bytes and two keys of 32 bytes, in hex")
         return self
 

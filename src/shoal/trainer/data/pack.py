@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from shoal.diloco.ranks import Ranks
 from shoal.trainer.data.batch import TrainSample
-from shoal.trainer.distributed.ranks import Ranks
 
 PAD_SEGMENT = -1
 

@@ -1,20 +1,20 @@
 """One learner on all ranks. Rank 0 broadcasts a command, then every rank executes it at the same time.
 
-    rank 0       loop.py: lockstep.step(batch) ──Ranks.broadcast(TrainStep(batch))──▶ other ranks: follow()
-                               │                                                           │
-                               └──────────── Learner.step ◀──── collectives ────▶ Learner.step
+    rank 0       loop.py: lockstep.step(batch) ──Ranks.broadcast(_follow_step, header)──▶ other ranks: follow()
+                               │                                                               │
+                               └──────────── Learner.step ◀──── collectives ────▶ _follow_step: Learner.step
 
-A command is one of the dataclasses below, and `follow` has one case for each. Commands travel as pickled objects through
-Ranks.broadcast and Ranks.receive alone. With a single process nothing is sent, and the calls are the same.
+A command is a method of Lockstep with its arguments. Commands travel as pickled objects through Ranks.broadcast and Ranks.receive
+alone. With a single process nothing is sent, and the calls are the same.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import Averager
+from shoal.diloco.ranks import Ranks
+from shoal.diloco.site_ranks import SiteFollower
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import DTYPES, empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
@@ -34,8 +36,7 @@ from shoal.tasks import make_task
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import BatchTensors, TrainBatch
-from shoal.trainer.distributed.ranks import Ranks
-from shoal.trainer.distributed.sites import Sites, SitesFollower
+from shoal.trainer.distributed.sites import Sites
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
 from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
@@ -47,74 +48,16 @@ from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreateLearner:
-    """Build the model without weights; rank 0 then scatters the weights."""
-
-    architecture: "Shape | dict[str, Any]"
-    """Our decoder's shape, or the config.json of a transformers model."""
-    packs: bool
-    """Whether the model can hold several samples in one row."""
-    max_new_tokens: int
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp:
-    """Train on the task's own answers before version 0."""
+class Command:
+    """A method of Lockstep that the other ranks call, with its arguments."""
 
-    tasks: tuple[TaskSpec, ...]
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TrainStep:
-    """Make the next version from a batch, whose samples follow as tensors."""
-
-    header: TrainBatch
-    """The batch without samples."""
-    num_samples: int
-    num_tokens: int
-    num_outputs: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
-    """Gather the weights on rank 0 and, if a folder is given, start to write this rank's shards into it."""
-
-    shard_folder: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class GatherWeights:
-    """Gather the trained weights on rank 0 in bfloat16, one after another and sorted by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeWeights:
-    """Receive this rank's shards of the published weights, and take those over that differ from the learner's."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCheckpoint:
-    """Continue from a checkpoint. All ranks read the folder."""
-
-    checkpoint: Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class CreateSites:
-    """Take part in merges with other sites from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinSites:
-    """Receive the weights that rank 0 takes over from other sites."""
-
-
-@dataclass(frozen=True, slots=True)
-class SetReference:
-    """Receive this rank's shards of version 0's weights, for the KL term."""
+    method: Callable[..., object]
+    arguments: tuple[object, ...]
+    named: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,25 +67,12 @@ class EndRun:
     reason: str
 
 
-Command = (
-    CreateLearner
-    | WarmUp
-    | TrainStep
-    | TakeSnapshot
-    | GatherWeights
-    | TakeWeights
-    | LoadCheckpoint
-    | CreateSites
-    | JoinSites
-    | SetReference
-    | EndRun
-)
-
-
 class Lockstep:
     """The learner of this rank. Rank 0 calls the public methods; every other rank calls `follow` once."""
 
     learner: Learner
+    _model_weights: Path
+    """The weights file of the model that `create_learner` has loaded, on rank 0."""
 
     def __init__(
         self, config: TrainerConfig, ranks: Ranks, *, device: str, log: Log, stop: threading.Event
@@ -151,7 +81,6 @@ class Lockstep:
         self._log, self._stop = log, ranks.shared_stop(stop)
         self.adapters: list[AdapterMatrices] = []
         """The adapters that the last call of `weights` has added, on rank 0."""
-        self._base_weights: Path | None = None
         self._saving: BackgroundTask[None] | None = None
         self._executing = False
 
@@ -160,20 +89,17 @@ class Lockstep:
     def create_learner(self, folder: Path, max_new_tokens: int = 0) -> None:
         """Loads the model of a folder; the other ranks receive their shards from here."""
         check_memory(folder, self._config, device=self._device, ranks=self._ranks.size)
-        self._base_weights = folder / WEIGHTS_FILE
+        self._model_weights = folder / WEIGHTS_FILE
         model = load_causal(folder, self._dtype, self._device if self._ranks.size == 1 else "cpu")
-        command = CreateLearner(
-            architecture=model.shape if isinstance(model, Decoder) else read_json(folder / "config.json"),
-            packs=isinstance(model, Decoder) or model.packs,
-            max_new_tokens=max_new_tokens,
-        )
-        with self._command(command):
-            self._create_learner(command, model)
+        architecture = model.shape if isinstance(model, Decoder) else read_json(folder / "config.json")
+        packs = isinstance(model, Decoder) or model.packs
+        with self._command(Lockstep._create_learner, architecture, packs, max_new_tokens):
+            self._create_learner(architecture, packs, max_new_tokens, loaded=model)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Sets the learner of every rank to the state in a checkpoint."""
-        with self._command(LoadCheckpoint(checkpoint)):
-            load_checkpoint(self.learner, checkpoint)
+        with self._command(Lockstep._load_checkpoint, checkpoint):
+            self._load_checkpoint(checkpoint)
 
     def set_reference(self, path: Path) -> None:
         """Sets version 0's weights as the reference of the KL term, if there is one.
@@ -185,45 +111,37 @@ class Lockstep:
                 weights = {} if self.learner.version else self.snapshot().weights
                 save_reference(path, weights, self.learner.version)
                 del weights  # as large as the model
-            with self._command(SetReference()):
+            with self._command(Lockstep._set_reference):
                 self._set_reference(path)
 
     def create_sites(self, averager: Averager, *, metrics: Metrics, stop: threading.Event) -> Sites:
         """Creates the merger of this learner's updates with other sites' on every rank. It does not connect yet."""
         assert self._config.diloco is not None, "the run file has no [trainer.diloco]"
-        with self._command(CreateSites()):
+        with self._command(Lockstep._follow_sites):
             sites = Sites(self.learner, self._config.diloco, averager, metrics=metrics, stop=stop)
         self.learner.sites = sites
         return sites
 
     def join_sites(self, sites: Sites) -> None:
         """Connects to the other sites; every rank takes over their weights if they are newer."""
-        with self._command(JoinSites()):
+        with self._command(Lockstep._follow_join):
             sites.join()
 
     def warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
         """Trains on the tasks' own answers before version 0."""
-        with self._command(WarmUp(tasks, tokenizer)):
+        with self._command(Lockstep._warm_up, tasks, tokenizer):
             self._warm_up(tasks, tokenizer)
 
     def step(self, batch: TrainBatch) -> StepFigures:
         """Trains on a batch: version v becomes v + 1."""
         if self._ranks.size == 1:
             return self.learner.step(batch, self._stop)
-        tensors = BatchTensors.of(batch)
-        command = TrainStep(
-            header=replace(batch, samples=()),
-            num_samples=len(batch.samples),
-            num_tokens=len(tensors.tokens_T),
-            num_outputs=len(tensors.logprobs_N),
-        )
-        with self._command(command):
-            self._send(tensors)
+        with self._command(Lockstep._follow_step, replace(batch, samples=()), BatchTensors.of(batch)):
             return self.learner.step(batch, self._stop)
 
     def snapshot(self, shard_folder: Path | None = None) -> LearnerSnapshot:
         """Copies the learner's state to host memory. With several ranks, each starts to write its shards to `shard_folder`."""
-        with self._command(TakeSnapshot(shard_folder)):
+        with self._command(Lockstep._take_snapshot, shard_folder):
             return self._take_snapshot(shard_folder)
 
     def later_snapshot(self, shard_folder: Path) -> Callable[[], LearnerSnapshot]:
@@ -244,13 +162,13 @@ class Lockstep:
         """
         trained: dict[str, Tensor] = dict(self.learner.trained_parameters())
         if self._ranks.size > 1:
-            self._ranks.broadcast(GatherWeights())
+            self._ranks.broadcast(Command(Lockstep._follow_gathering, (), {}))
             gathered = self._gathered_weights()
             if not self._config.lora_rank:
                 return gathered
             trained = {name: value() for name, value in gathered.items()}
         if not self._config.lora_rank:
-            return {name: partial(_itself, tensor) for name, tensor in trained.items()}
+            return {name: tensor.detach for name, tensor in trained.items()}
         self.adapters = rounded_adapters(trained, self._config)
         if self._ranks.size == 1:
             return adapted_weights(self.adapters, partial(frozen_weight, self.learner.decoder))
@@ -270,18 +188,13 @@ class Lockstep:
         All others keep their float32 value. Not possible with adapters, which cannot be computed from the published sum.
         """
         assert not self._config.lora_rank, "published weights do not determine the adapters"
-        with self._command(TakeWeights()):
+        with self._command(Lockstep._take_weights):
             self._take_weights(published)
 
     @property
     def _dtype(self) -> torch.dtype:
         """The number format in which the model is loaded. Frozen weights are held once, in the format that computes."""
         return DTYPES[self._config.compute_dtype] if self._config.lora_rank else torch.float32
-
-    @property
-    def _model_weights(self) -> Path:
-        assert self._base_weights is not None, "create_learner comes first"
-        return self._base_weights
 
     def _frozen_weight(self, name: str) -> Tensor:
         with safe_open(self._model_weights, framework="pt", device="cpu") as file:
@@ -298,9 +211,11 @@ class Lockstep:
             self._ranks.broadcast(EndRun(reason))
 
     @contextmanager
-    def _command(self, command: Command) -> Iterator[None]:
-        """Broadcasts a command; the block is rank 0's own execution of it."""
-        self._ranks.broadcast(command)
+    def _command(
+        self, method: "Callable[Concatenate[Lockstep, P], object]", *arguments: P.args, **named: P.kwargs
+    ) -> Iterator[None]:
+        """Makes the other ranks call a method; the block is what rank 0 does at the same time."""
+        self._ranks.broadcast(Command(method, arguments, named))
         self._executing = True
         try:
             yield
@@ -314,61 +229,58 @@ class Lockstep:
     def follow(self) -> None:
         """Executes rank 0's commands until it ends the run."""
         while True:
-            command: Command = self._ranks.receive()
+            command: Command | EndRun = self._ranks.receive()
             if isinstance(command, EndRun):
                 self._wait_for_shards()  # the process group must outlive the thread that uses it
                 self._log.info("rank 0 is done", rank=self._ranks.rank, reason=command.reason)
                 return
             try:
-                self._execute(command)
+                command.method(self, *command.arguments, **command.named)
             except Stopped:
                 continue  # all ranks stopped at the same place; rank 0 says what comes next
 
-    def _execute(self, command: Command) -> None:
-        match command:
-            case CreateLearner():
-                self._create_learner(command, None)
-            case LoadCheckpoint(checkpoint):
-                load_checkpoint(self.learner, checkpoint)
-            case CreateSites() | JoinSites():
-                self._follow_sites(command)
-            case SetReference():
-                self._set_reference(None)
-            case WarmUp(tasks, tokenizer):
-                self._warm_up(tasks, tokenizer)
-            case TrainStep(header, num_samples, num_tokens, num_outputs):
-                tensors = BatchTensors.empty(num_samples, num_tokens, num_outputs)
-                self._send(tensors)
-                self.learner.step(tensors.batch(header), self._stop)
-            case TakeSnapshot(shard_folder):
-                self._take_snapshot(shard_folder)
-            case GatherWeights():
-                self._take_part_in_gathering()
-            case TakeWeights():
-                self._take_weights(None)
+    def _follow_sites(self) -> None:
+        """Takes part in merges with other sites from now on."""
+        self.learner.policy.reshard()
+        self.learner.sites = SiteFollower(
+            self.learner.decoder, inner=self.learner.optimizer, ranks=self._ranks
+        )
 
-    def _follow_sites(self, command: CreateSites | JoinSites) -> None:
-        if isinstance(command, CreateSites):
-            self.learner.sites = SitesFollower(self.learner)
-        else:
-            assert isinstance(self.learner.sites, SitesFollower), "CreateSites comes first"
-            self.learner.sites.join()
+    def _follow_join(self) -> None:
+        """Receives the weights that rank 0 takes over from other sites."""
+        assert isinstance(self.learner.sites, SiteFollower), "_follow_sites comes first"
+        self.learner.policy.reshard()
+        self.learner.sites.join()
 
-    def _take_part_in_gathering(self) -> None:
+    def _follow_step(self, header: TrainBatch, tensors: BatchTensors) -> StepFigures:
+        """Makes the next version from a batch: its header without samples, and these as tensors."""
+        return self.learner.step(tensors.batch(header), self._stop)
+
+    def _follow_gathering(self) -> None:
         for value in self._gathered_weights().values():
             value()
+
+    # -- all ranks ----------------------------------------------------------------------------------------
+
+    def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        load_checkpoint(self.learner, checkpoint)  # all ranks read the folder
 
     def _warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
         made = [make_task(task) for task in tasks]
         warm_up(self.learner, made, tokenizer, specs=tasks, log=self._log, stop=self._stop)
 
-    # -- all ranks ----------------------------------------------------------------------------------------
+    def _create_learner(
+        self,
+        architecture: "Shape | dict[str, Any]",
+        packs: bool,
+        max_new_tokens: int,
+        loaded: Causal | None = None,
+    ) -> None:
+        """Builds the learner of our decoder's shape or of a transformers model's config.json; rank 0 scatters its weights.
 
-    def _create_learner(self, command: CreateLearner, loaded: Causal | None) -> None:
-        """Builds the learner. `loaded` is the model with its weights, on rank 0 only."""
-        model = (
-            loaded if loaded is not None else _empty_model(command.architecture, command.packs, self._dtype)
-        )
+        `packs` says whether the model can hold several samples in one row. `loaded` is the model with its weights, on rank 0 only.
+        """
+        model = loaded if loaded is not None else _empty_model(architecture, packs, self._dtype)
         if self._config.lora_rank:
             # The adapters' first values are random and must not depend on what ran before in this process.
             torch.manual_seed(self._config.seed)
@@ -379,14 +291,14 @@ class Lockstep:
         self.learner = Learner(
             model,
             self._config,
-            max_new_tokens=command.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             ranks=self._ranks,
         )
         if self._ranks.size > 1:
             for name, parameter in model.named_parameters():
                 self._ranks.scatter(values.pop(name) if self._ranks.leads else None, parameter)
 
-    def _set_reference(self, path: Path | None) -> None:
+    def _set_reference(self, path: Path | None = None) -> None:
         """Scatters version 0's weights, which rank 0 reads from `path`, through the learner's parameters."""
         self.learner.policy.reshard()
         reference = Reference(self.learner.decoder)
@@ -412,15 +324,13 @@ class Lockstep:
         parameters = sorted(self.learner.trained_parameters().items())
         return {name: partial(gather, parameter) for name, parameter in parameters}
 
-    def _send(self, tensors: BatchTensors) -> None:
-        self._ranks.broadcast_tensors(getattr(tensors, one.name) for one in fields(tensors))
-
     @property
     def captures_now(self) -> bool:
         """Returns whether the functions of `weights` must be called at once, in this thread."""
         return self._ranks.size > 1
 
-    def _take_weights(self, published: Callable[[str], Tensor] | None) -> None:
+    def _take_weights(self, published: Callable[[str], Tensor] | None = None) -> None:
+        """Receives this rank's shards of the published weights, and takes those over that differ from the learner's."""
         self.learner.policy.reshard()
         with torch.no_grad():
             for name, parameter in self.learner.trained_parameters().items():
@@ -432,10 +342,6 @@ class Lockstep:
     def _wait_for_shards(self) -> None:
         if self._saving is not None:
             self._saving.wait()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool, dtype: torch.dtype) -> Causal:

@@ -15,11 +15,9 @@ from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
 from shoal.diloco.robust import RobustSettings
-from shoal.diloco.site_ranks import SiteFollower, SiteRanks
 from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
-from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.optim.learner import Learner
 
 
@@ -60,13 +58,8 @@ def make_averager(
     )
 
 
-def site_ranks(ranks: Ranks) -> SiteRanks | None:
-    """Returns the ranks of a site's trainer as DiLoCo sees them; None for a single process."""
-    return SiteRanks(ranks.rank, ranks.size, commands=ranks.commands) if ranks.size > 1 else None
-
-
 class Sites:
-    """Makes the learner's updates and merges them with other sites'. Set it as `learner.sites`."""
+    """Makes the learner's updates and merges them with other sites'. Set it as `learner.sites` on rank 0."""
 
     def __init__(
         self,
@@ -77,7 +70,7 @@ class Sites:
         metrics: Metrics | None,
         stop: threading.Event,
     ) -> None:
-        """Sets up the merges. With several ranks, every other rank must create a SitesFollower at the same time."""
+        """Sets up the merges. With several ranks, every other rank must create a SiteFollower at the same time."""
         self._log, self._metrics, self._learner = Log("sites"), metrics, learner
         learner.policy.reshard()
         self._config, self._averager = config, averager
@@ -87,7 +80,7 @@ class Sites:
             averager=averager,
             outer=Outer(lr=config.outer_lr, momentum=config.outer_momentum),
             schedule=Schedule(inner_steps=config.inner_steps, deadline_s=config.deadline_s),
-            ranks=site_ranks(learner.ranks),
+            ranks=learner.ranks,
         )
         self._diloco.stop = stop
         self._diloco.on_round = self._report_round
@@ -105,20 +98,23 @@ class Sites:
             addresses=" ".join(self._averager.addresses),
         )
 
-    def update(self, num_samples: int) -> None:
-        """Makes one optimizer step on a gradient of `num_samples` samples, and a merge if one is due."""
+    def count_samples(self, num_samples: float) -> None:
+        """Counts the samples behind the next step's gradient."""
         self._diloco.count_samples(num_samples)
+
+    def step(self) -> None:
+        """Makes one optimizer step, and a merge if one is due."""
         self._diloco.step()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed process needs besides weights and AdamW's moments."""
         state = self._diloco.state_dict()
         del state["inner"]
         return state
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restores `state`. Call it before `join`, with the weights and moments of the same checkpoint loaded."""
-        self._diloco.load_state_dict({**state, "inner": self._learner.optimizer.state_dict()})
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a `state_dict`. Call it before `join`, with the weights and moments of the same checkpoint loaded."""
+        self._diloco.load_state_dict({**state_dict, "inner": self._learner.optimizer.state_dict()})
 
     def close(self) -> None:
         """Leaves the other sites."""
@@ -139,30 +135,3 @@ class Sites:
         self._log.info("merged", **figures)
         if self._metrics is not None:
             self._metrics.write("merge", version=self._learner.version, **figures)
-
-
-class SitesFollower:
-    """A rank's part of the merges of rank 0's Sites. Set it as `learner.sites` on every rank but 0."""
-
-    def __init__(self, learner: Learner) -> None:
-        ranks = site_ranks(learner.ranks)
-        assert ranks is not None, "a single process is rank 0"
-        self._learner = learner
-        learner.policy.reshard()
-        self._follower = SiteFollower(learner.decoder, inner=learner.optimizer, ranks=ranks)
-
-    def join(self) -> None:
-        """Receives the weights that rank 0 takes over from other sites, if there are any."""
-        self._learner.policy.reshard()
-        self._follower.join()
-
-    def update(self, num_samples: int) -> None:
-        """Makes one optimizer step, and receives the merged weights if a merge is due."""
-        self._follower.step()
-
-    def state(self) -> dict[str, Any]:
-        """Returns nothing: rank 0 has the state."""
-        return self._follower.state_dict()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Does nothing: weights and moments are loaded by the learner, the rest is rank 0's."""

@@ -21,7 +21,6 @@ import errno
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +37,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
 from shoal.background import BackgroundTask
+from shoal.diloco.ranks import Ranks
 from shoal.files import DiskFull, explain_full_disk, flush_folder, replace_folder, restore_disk_error
-from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.manifest_files import hash_file
 from shoal.telemetry import Log
-from shoal.trainer.distributed.ranks import Ranks
+from shoal.trainer.io.background_save import BackgroundSave
 from shoal.trainer.io.weights_diff import on_stream
 from shoal.trainer.optim.compact_adamw import decode_moment
 from shoal.trainer.optim.learner import Learner
@@ -159,20 +158,19 @@ def take_snapshot(
         weights=weights,
         optimizer=optimizer,
         random=random,
-        outer=None if learner.sites is None else learner.sites.state(),
+        outer=None if learner.sites is None else learner.sites.state_dict(),
         saving=saving,
     )
 
 
-class Checkpoints:
-    """Writes checkpoints of one run and keeps the newest `keep`. Used on rank 0 only."""
+class Checkpoints(BackgroundSave[LearnerSnapshot]):
+    """Writes checkpoints of one run in the background and keeps the newest `keep`. Used on rank 0 only."""
 
     def __init__(self, folder: Path, *, keep: int, log: Log) -> None:
+        super().__init__("checkpoint", f"to be written to {folder}")
         self._folder = folder
         self._keep = keep
         self._log = log
-        self._writing: BackgroundTask[None] | None = None
-        self._copied = threading.Event()
         self.covered: int | None = None
         """The newest version that is on disk, as far as this process knows."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,50 +184,13 @@ class Checkpoints:
 
     def begin(self, version: int, take: Callable[[], LearnerSnapshot], report: StepReport | None) -> None:
         """Starts to copy and write a checkpoint. The one before must be finished."""
-        assert self._writing is None, "finish the previous checkpoint first"
-        self._copied = copied = threading.Event()
-
-        def work() -> None:
-            try:
-                snapshot = take()
-            finally:
-                copied.set()
-            self._write(snapshot, CheckpointState(version=version, report=report))
-
-        self._writing = BackgroundTask(f"checkpoint-{version}", work)
-
-    def wait_for_copy(self, deadline_s: float) -> None:
-        """Waits until the weights may change: the checkpoint's copy of them is complete."""
-        if self._writing is not None and not self._copied.wait(deadline_s):
-            raise DeadlinePassed(f"waited {deadline_s:.0f} s for a checkpoint to be copied to host memory")
-
-    @property
-    def writing(self) -> bool:
-        """Returns whether a checkpoint is being written. Raises the error if writing failed."""
-        if self._writing is not None and self._writing.done:
-            self.finish(0)
-        return self._writing is not None
-
-    def finish(self, deadline_s: float) -> None:
-        """Waits until the checkpoint is on disk; raises the error if writing failed."""
-        if self._writing is None:
-            return
-        if not self._writing.wait(deadline_s):
-            raise DeadlinePassed(
-                f"waited {deadline_s:.0f} s for a checkpoint to be written to {self._folder}; is that disk slow or full?"
-            )
-        writing, self._writing = self._writing, None
-        writing.result()
+        state = CheckpointState(version=version, report=report)
+        self.start(version, take, lambda snapshot: self._write(snapshot, state))
 
     def save(self, learner: Learner, report: StepReport | None, deadline_s: float = 900.0) -> None:
         """Writes a checkpoint of a single process's learner and waits for it."""
         self.begin(learner.version, partial(take_snapshot, learner), report)
         self.finish(deadline_s)
-
-    def close(self) -> None:
-        """Waits for a checkpoint that is being written."""
-        if self._writing is not None:
-            self._writing.wait()
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint whose digests match, or None. Each damaged one is named in the log and skipped.

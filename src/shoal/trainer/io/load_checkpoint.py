@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from shoal.trainer.distributed.ranks import Ranks, explain_lost_rank
+from shoal.diloco.ranks import Ranks, explain_lost_rank
 from shoal.trainer.io.checkpoint import MOMENTS, OPTIMIZER, SHARDS, WEIGHTS, Checkpoint
 from shoal.trainer.optim.compact_adamw import BLOCK, CompactAdamW, decode_moment
 from shoal.trainer.optim.learner import Learner
@@ -55,7 +55,7 @@ def load_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
         torch.cuda.set_rng_state(stored["cuda_rng"], learner.device)
     learner.version = checkpoint.state.version
     if learner.sites is not None and "outer" in stored:
-        learner.sites.load(stored["outer"])
+        learner.sites.load_state_dict(stored["outer"])
 
 
 def _restore_tensor(

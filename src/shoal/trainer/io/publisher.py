@@ -10,10 +10,9 @@ follows reads and writes host memory and files with numpy, zstd and BLAKE3, whic
 """
 
 import shutil
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.background import BackgroundTask
 from shoal.files import DiskFull, explain_full_disk
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.plain_folder import link_newest
 from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.http_server import listen
-from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
 from shoal.shardcast.archive import VersionArchive
 from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
@@ -45,8 +42,6 @@ from shoal.wire.messages import Announce, Info, Recorded, StepReport
 from shoal.wire.proof_noise import LaterNoise, NoiseDoubt
 from shoal.wire.record import Sealed
 
-EXIT_TIMEOUT_S = 5.0
-"""How long a process that exits waits for a publication. The next process repeats it."""
 DOUBT_POLL_S = 3.0
 """How often a trainer asks whether work is in doubt."""
 DISK_REMEDY = (
@@ -124,6 +119,8 @@ class Publisher:
         self._store.close()
         self._server.close()
         self._set_image(None)
+        if self._recalibration is not None:
+            self._recalibration.close()
 
     @property
     def newest(self) -> int | None:
@@ -277,7 +274,8 @@ class Publisher:
         Called while the run waits for rollouts, which may all be void by the old calibration. Nothing may be publishing.
         """
         version, recalibration = self.newest, self._recalibration
-        if recalibration is None or version is None or not recalibration.repeats:
+        # No file is open while the versions since a checkpoint are made again.
+        if recalibration is None or not recalibration.repeats or version is None or self._diff is None:
             return
         later, manifest = recalibration.take(version), self.manifest(version)
         if later is not None and manifest is not None:
@@ -321,6 +319,10 @@ class Publisher:
                 deadline_s=self._settings.deadline_s,
             )
         except Refused as refused:
+            if self._recalibration is not None and later is not None and refused.code == "request.malformed":
+                self._recalibration.refused(later, refused)
+                self._send(manifest, report, rederived, None)
+                return
             if refused.code != "request.conflict":
                 raise
             raise ValueError(
@@ -329,64 +331,6 @@ class Publisher:
             ) from None
         if self._recalibration is not None:
             self._recalibration.announced(later)
-
-
-class BackgroundPublication:
-    """Publishes one version at a time in a thread. Call all methods from one thread."""
-
-    def __init__(self) -> None:
-        self._task: BackgroundTask[None] | None = None
-        self._captured = threading.Event()
-        self._version = -1
-
-    def start(
-        self,
-        version: int,
-        capture: Callable[[], list[ChangedWords]],
-        publish: Callable[[list[ChangedWords]], None],
-    ) -> None:
-        """Starts to capture and publish a version. Wait for the one before first."""
-        assert self._task is None, f"wait for version {self._version} before version {version}"
-        self._version = version
-        self._captured = captured = threading.Event()
-
-        def work() -> None:
-            try:
-                changes = capture()
-            finally:
-                captured.set()
-            publish(changes)
-
-        self._task = BackgroundTask(f"publish-{version}", work)
-
-    def check(self) -> bool:
-        """Raises the error of a publication that has failed; returns whether none is in progress. Called during waits that a
-        publication which failed would end."""
-        if self._task is not None and self._task.done:
-            self._task.result()
-        return self._task is None or self._task.done
-
-    def wait_for_capture(self, deadline_s: float) -> None:
-        """Waits until the weights may change: the version's changes are in host memory."""
-        if self._task is not None and not self._captured.wait(deadline_s):
-            raise DeadlinePassed(
-                f"waited {deadline_s:.0f} s for the weights of version {self._version} to be copied to host memory"
-            )
-
-    def wait(self, deadline_s: float) -> None:
-        """Waits until the version is published; raises the error if that failed."""
-        if self._task is None:
-            return
-        if not self._task.wait(deadline_s):
-            raise DeadlinePassed(
-                f"waited {deadline_s:.0f} s for version {self._version} to be published; is its disk slow or full?"
-            )
-        self._task.result()
-        self._task = None
-
-    def close(self) -> bool:
-        """Waits a few seconds for a publication in progress. Returns whether none is left."""
-        return self._task is None or self._task.wait(EXIT_TIMEOUT_S)
 
 
 def _in_url(host: str) -> str:

@@ -16,17 +16,19 @@ judges the work of the version that is announced next, or of the newest one if t
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shoal.background import BackgroundTask
 from shoal.model.builtin import copy_all_but_weights
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.trainer.io.weights_diff import WeightsDiff
+from shoal.wire.codes import Rejected
 from shoal.wire.manifest import WEIGHTS_FILE
 from shoal.wire.proof_noise import RISEN, LaterNoise, Noise, NoiseDoubt
 from shoal.wire.run_spec import RunSpec
@@ -42,7 +44,8 @@ LEAST_S = 60.0
 """Least time from the start of one repeated calibration to the next: it shares the GPU with everything else."""
 
 MeasureNoise = Callable[[Path], Noise]
-"""Measures the noise of the model in a folder. Raises ValueError with the reason if that failed, Stopped if the run stops."""
+"""Measures the noise of the model in a folder, within a deadline of its own. Raises ValueError with the reason if that failed, Stopped
+if the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,12 @@ class Recalibration:
         self._work = folder / "calibrating"
         self._reference = folder / "calibrated.safetensors"
         """The weights of the newest repeated calibration; the first one was measured with the run's model."""
+        self.close()
+
+    def close(self) -> None:
+        """Deletes the copy of a version that nobody needs: it is as large as the model. A killed process may have left one."""
+        with suppress(OSError):
+            (self._work / WEIGHTS_FILE).unlink(missing_ok=True)
 
     @property
     def repeats(self) -> bool:
@@ -93,7 +102,8 @@ class Recalibration:
             return None, None
         later = self.take(version)
         moved = self._distance(diff)
-        self.measure_if_due(version, diff, doubt, moved)
+        if later is None:  # its weights stay in `calibrating` until the coordinator has recorded it
+            self.measure_if_due(version, diff, doubt, moved)
         if version == 0 and self._running is not None:
             self._running.task.wait()
             later = self.take(version)
@@ -143,7 +153,7 @@ class Recalibration:
             noise = measured.task.result()
         except Stopped:
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, Rejected) as error:
             self._failed(measured.moved, measured.version, error)
             return None
         self._measured = measured.version
@@ -157,11 +167,23 @@ class Recalibration:
             (self._work / WEIGHTS_FILE).replace(self._reference)
             shutil.rmtree(self._work, ignore_errors=True)
 
+    def refused(self, later: LaterNoise, error: Exception) -> None:
+        """Goes on with the old calibration: the coordinator has refused a new one."""
+        self._failed(later.moved, later.measured_version, error)
+
     def _distance(self, diff: WeightsDiff) -> float:
-        reference = self._reference if self._reference.exists() else self._model_folder / WEIGHTS_FILE
-        return relative_distance(diff, reference)
+        if self._reference.exists():
+            try:
+                return relative_distance(diff, self._reference)
+            except SafetensorError as error:  # a power cut: it is not flushed to disk
+                self._log.warning(
+                    f"{self._reference} is damaged ({error}); distances are to the run's first model from now on"
+                )
+                self._reference.unlink()
+        return relative_distance(diff, self._model_folder / WEIGHTS_FILE)
 
     def _failed(self, moved: float, version: int, error: Exception) -> None:
+        self.close()
         self._limit = RETRY_FACTOR * moved if moved > self._limit else self._limit
         self._log.warning(
             f"the calibration could not be repeated, the old one stays: {error}", version=version

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from shoal.diloco.fragments import local
 
 BLOCK = 256
 CHUNK_BLOCKS = {"cpu": 1 << 10, "cuda": 1 << 16}
@@ -67,11 +68,11 @@ class CompactAdamW(torch.optim.Optimizer):
                 state["root_codes"][rows], state["root_scales"][rows] = encode_root(blocks.sqrt(), None)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        local = _local(parameter)
-        num_blocks = -(-local.numel() // BLOCK)
+        shard = local(parameter)
+        num_blocks = -(-shard.numel() // BLOCK)
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_blocks, width, dtype=dtype, device=local.device)
+            return torch.zeros(num_blocks, width, dtype=dtype, device=shard.device)
 
         state: dict[str, Tensor] = self.state[parameter]
         state.setdefault("step", torch.zeros(()))
@@ -87,8 +88,8 @@ class CompactAdamW(torch.optim.Optimizer):
         state: dict[str, Tensor] = self.state[parameter] or self._new_state(parameter)
         state["step"] += 1
         step = int(state["step"])
-        weights = _local(parameter).view(-1)
-        gradient = _local(parameter.grad).reshape(-1)  # type: ignore[arg-type]  # the caller found a gradient
+        weights = local(parameter).view(-1)
+        gradient = local(parameter.grad).reshape(-1)  # type: ignore[arg-type]  # the caller found a gradient
         draws = torch.Generator(weights.device).manual_seed((self._seed << 44) ^ (step << 20) ^ number)
         for rows in _chunks(state):
             part = {name: state[name][rows] for name in CODES}
@@ -182,12 +183,8 @@ def _chunks(state: dict[str, Tensor]) -> Iterator[slice]:
         yield slice(first, first + size)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _blocks(tensor: Tensor, rows: slice) -> Tensor:
     """Returns some blocks of a flat view of the values, in float32; the last block is filled up with zeros."""
-    part = _local(tensor).reshape(-1)[rows.start * BLOCK : rows.stop * BLOCK].float()
+    part = local(tensor).reshape(-1)[rows.start * BLOCK : rows.stop * BLOCK].float()
     missing = -part.numel() % BLOCK
     return (torch.nn.functional.pad(part, (0, missing)) if missing else part).view(-1, BLOCK)

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.model.logprobs import TokenScores
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import MicroBatch, pack_for_rank
-from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
 from shoal.trainer.optim.compact_adamw import CompactAdamW
 from shoal.trainer.optim.loss import AnswerTokens, gap_weights, policy_loss, reference_kl, token_weights
-from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
+from shoal.trainer.optim.policy import Causal, TrainerPolicy
 from shoal.trainer.optim.reference import Reference
 from shoal.trainer.reporting.step_figures import StepFigures, StepSums
 
@@ -58,13 +58,15 @@ class Minibatch:
 
 
 class SiteMerger(Protocol):
-    """Makes updates and merges them with other sites' at intervals (sites.Sites)."""
+    """Makes updates and merges them with other sites' at intervals: Sites on rank 0, SiteFollower on the other ranks."""
 
-    def update(self, num_samples: int) -> None: ...
+    def count_samples(self, num_samples: float) -> None: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def step(self) -> None: ...
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Learner:
@@ -155,7 +157,8 @@ class Learner:
         if self.sites is None:
             self.optimizer.step()
         else:
-            self.sites.update(minibatch.num_samples)
+            self.sites.count_samples(minibatch.num_samples)
+            self.sites.step()
         return grad_norm
 
     def _prepare(self, batch: TrainBatch, sums: StepSums, stop: threading.Event) -> list[Minibatch]:
@@ -197,7 +200,7 @@ class Learner:
     def _recompute(self, scored: ScoredMicroBatch, sums: StepSums) -> ScoredMicroBatch:
         """Replaces the worker's log-probs by the current policy's, measures the gap, and computes its correction."""
         config, micro = self.config, scored.micro.to(self.device)
-        logprobs_N = output_logprobs(self.policy, micro)
+        logprobs_N = self.policy.scores(micro).logprobs_N
         sums.add_gap(logprobs_N, micro.behaviour_N, micro.lags_N)
         correction_N = None
         if config.correction != "none":
@@ -219,7 +222,7 @@ class Learner:
 
     def _with_reference(self, scored: ScoredMicroBatch) -> ScoredMicroBatch:
         micro = scored.micro.to(self.device)
-        return replace(scored, reference_N=output_logprobs(self.policy, micro))
+        return replace(scored, reference_N=self.policy.scores(micro).logprobs_N)
 
     def micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """Returns this rank's packed share of the samples."""
@@ -237,7 +240,7 @@ class Learner:
         for scored in minibatch.micros:
             self._check(stop)
             micro = scored.micro.to(self.device)
-            scores = output_scores(self.policy, micro)
+            scores = self.policy.scores(micro)
             if with_gap:
                 sums.add_gap(scores.logprobs_N, micro.behaviour_N, micro.lags_N)
             loss = self._loss(minibatch, replace(scored, micro=micro), scores, sums)
@@ -303,18 +306,6 @@ class StepProgress:
         Log("trainer").info(
             "training", version=self._version, micro_batches=f"{self._done}/{self._num}", left_s=round(left_s)
         )
-
-
-def output_logprobs(model: TrainerPolicy | Causal, micro: MicroBatch) -> Tensor:
-    """Returns the log-prob of every output token of a micro-batch, with gradient."""
-    return output_scores(model, micro).logprobs_N
-
-
-def output_scores(model: TrainerPolicy | Causal, micro: MicroBatch) -> TokenScores:
-    """Returns log-prob and entropy of every output token of a micro-batch, with gradient."""
-    if isinstance(model, TrainerPolicy):
-        return model.scores(micro)
-    return score(model, micro)
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shoal.diloco.ranks import Ranks
 from shoal.model.decoder import MLP, Attention, Decoder, RMSNorm
 from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
@@ -33,7 +34,6 @@ from shoal.model.transformers_model import TransformersModel
 from shoal.shardcast.adapter_delta import LEVELS, AdapterMatrices
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import MicroBatch
-from shoal.trainer.distributed.ranks import Ranks
 
 Causal = Decoder | TransformersModel
 

@@ -5,7 +5,6 @@ the swap is exact. With several ranks each keeps its own shards. On disk they ar
 run has the same reference.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from shoal.files import flush_folder, restore_disk_error
+from shoal.diloco.fragments import local
+from shoal.files import restore_disk_error, write_atomically
 
 Weights = dict[str, Tensor]
 
@@ -29,14 +28,9 @@ def save_reference(path: Path, weights: Weights, version: int) -> None:
             f"no {path}: the KL term needs the weights of version 0, and this trainer is at version {version}; "
             "set kl = 0, or start a new run"
         )
-    # Not shoal.files.write_atomically: safetensors writes to a path, and its bytes in memory would double the weights.
-    partial = path.with_name(f".{path.name}.partial")
-    with restore_disk_error(path, SafetensorError):
-        save_file(weights, partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())  # later checkpoints are flushed, and are useless without it
-    os.replace(partial, path)
-    flush_folder(path.parent)
+    # Durable: later checkpoints are flushed, and are useless without it.
+    with write_atomically(path) as file, restore_disk_error(path, SafetensorError):
+        save_file(weights, file.name)
 
 
 class Reference:
@@ -93,7 +87,5 @@ def _unpin(tensors: list[Tensor]) -> None:
 def _shards(model: nn.Module) -> Weights:
     with torch.no_grad():
         return {
-            name: parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            name: local(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }

@@ -15,7 +15,7 @@ from shoal.tasks.task_errors import conversation_before, pose_problem
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainSample
-from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmup_rate
+from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, warmup_rate
 from shoal.wire.run_spec import TaskSpec
 
 PROBLEMS_PER_STEP = 64
@@ -92,7 +92,7 @@ def _accumulate(learner: Learner, samples: list[TrainSample], stop: threading.Ev
     for micro in learner.micro_batches(samples):
         if stop.is_set():
             raise Stopped("stopped in the supervised warm-up")
-        logprobs_N = output_logprobs(learner.policy, micro.to(learner.device))
+        logprobs_N = learner.policy.scores(micro.to(learner.device)).logprobs_N
         loss = -logprobs_N.sum() / num_tokens
         loss.backward()
         total += float(loss.detach())

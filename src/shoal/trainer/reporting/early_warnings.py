@@ -111,23 +111,21 @@ def entropy_rising(reports: Sequence[StepReport]) -> str | None:
 
 def clip_creeping(reports: Sequence[StepReport]) -> str | None:
     """Warns if the clipped share of tokens keeps rising."""
-    creep = _creep([report.clip_fraction for report in reports], floor=0.02)
-    if creep is None:
-        return None
-    return (
-        f"the clipped share of tokens rose steadily from {100 * creep[0]:.1f} % to {100 * creep[1]:.1f} %: the policy moves "
-        "further in each step than its rollouts allow; lower learning_rate, optimizer_steps or max_lag"
+    return _creep(
+        [100 * report.clip_fraction for report in reports],
+        floor=2.0,
+        sentence="the clipped share of tokens rose steadily from {:.1f} % to {:.1f} %: the policy moves further in each step than its "
+        "rollouts allow; lower learning_rate, optimizer_steps or max_lag",
     )
 
 
 def gradient_creeping(reports: Sequence[StepReport]) -> str | None:
     """Warns if the gradient's norm keeps rising."""
-    creep = _creep([report.grad_norm for report in reports], floor=0.0)
-    if creep is None:
-        return None
-    return (
-        f"the gradient's norm rose steadily from {creep[0]:.3g} to {creep[1]:.3g}: "
-        "lower clip_norm (the report went down to 0.05 to 0.1) or learning_rate"
+    return _creep(
+        [report.grad_norm for report in reports],
+        floor=0.0,
+        sentence="the gradient's norm rose steadily from {:.3g} to {:.3g}: lower clip_norm (the report went down to 0.05 to 0.1) or "
+        "learning_rate",
     )
 
 
@@ -166,8 +164,9 @@ def _windows(values: Sequence[float]) -> list[float]:
     return [fmean(values[start : start + WINDOW]) for start in range(first, len(values), WINDOW)]
 
 
-def _creep(values: Sequence[float], floor: float) -> tuple[float, float] | None:
-    """Returns (lowest, newest) if three windows in a row rose and the newest is twice the lowest and above `floor`.
+def _creep(values: Sequence[float], *, floor: float, sentence: str) -> str | None:
+    """Returns the sentence with lowest and newest mean if three windows in a row rose and the newest is twice the lowest and above
+    `floor`.
 
     The first window is warm-up and does not count.
     """
@@ -175,4 +174,4 @@ def _creep(values: Sequence[float], floor: float) -> tuple[float, float] | None:
     if len(means) < 3 or not means[-3] < means[-2] < means[-1]:
         return None
     lowest, now = min(means), means[-1]
-    return (lowest, now) if now > floor and now >= 2 * lowest else None
+    return sentence.format(lowest, now) if now > floor and now >= 2 * lowest else None

@@ -44,8 +44,10 @@ class StepRecorder:
 
     def __init__(self, path: Path, metrics: Metrics, client: SignedClient, log: Log) -> None:
         self._metrics, self._client, self._log = metrics, client, log
-        self._last_step = max(written_versions(path, "step"), default=0)
-        self.evaluated = written_evaluations(path)
+        self._last_step = max((one["version"] for one in written_events(path, "step")), default=0)
+        self.evaluated = {
+            (one["version"], str(one.get("task", ""))) for one in written_events(path, "evaluation")
+        }
         """Versions and labels whose held-out results are in the metrics."""
 
     def record(self, report: StepReport) -> None:
@@ -98,18 +100,8 @@ def flat_figures(tasks: Mapping[str, TaskFigures]) -> dict[str, float | int]:
     }
 
 
-def written_evaluations(metrics: Path) -> set[tuple[int, str]]:
-    """Returns the versions and labels of the evaluations in a metrics.jsonl."""
-    return {(int(one["version"]), str(one.get("task", ""))) for one in written_events(metrics, "evaluation")}
-
-
-def written_versions(metrics: Path, event: str) -> set[int]:
-    """Returns the versions with an event of this kind in a metrics.jsonl, so that a resumed run does not repeat them."""
-    return {int(one["version"]) for one in written_events(metrics, event)}
-
-
 def written_events(metrics: Path, event: str) -> list[dict[str, Any]]:
-    """Returns the events of one kind in a metrics.jsonl that have a version."""
+    """Returns the events of one kind in a metrics.jsonl that have a version, so that a resumed run does not repeat them."""
     found: list[dict[str, Any]] = []
     if not metrics.exists():
         return found

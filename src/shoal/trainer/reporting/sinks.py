@@ -141,30 +141,6 @@ class PrometheusSink:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-class WandbSink:
-    """Logs to Weights & Biases, whose own environment variables set the server and the account."""
-
-    def __init__(self, folder: Path, *, run: str) -> None:
-        wandb = _import(PACKAGES["wandb"], asked_for="wandb")
-        self._run = wandb.init(project=PROJECT, name=run, dir=str(folder))
-
-    def write(self, event: str, values: Mapping[str, Any]) -> None:
-        version = int(values.get("version", 0))
-        if event == "warning":
-            self._run.alert(title=str(values["kind"]), text=str(values["sentence"]))
-            return
-        numbers = {f"shoal/{name}": number for name, number in numbers_of(values).items()}
-        if event == "evaluation":
-            # It belongs to an earlier version, and W&B drops what is logged for a step before the newest one.
-            numbers["shoal/held_out_version"] = numbers.pop("shoal/version")
-            self._run.log(numbers, commit=False)
-            return
-        self._run.log(numbers, step=version)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class TrackioSink:
     """Logs to Trackio: to its folder on this machine, or where its own environment variables say."""
 
@@ -177,10 +153,29 @@ class TrackioSink:
             self._run.alert(title=str(values["kind"]), text=str(values["sentence"]))
             return
         numbers = {f"shoal/{name}": number for name, number in numbers_of(values).items()}
-        self._run.log(numbers, step=int(values.get("version", 0)))
+        self._log(event, numbers, int(values.get("version", 0)))
 
     def close(self) -> None:
         self._run.finish()
+
+    def _log(self, event: str, numbers: dict[str, float], version: int) -> None:
+        self._run.log(numbers, step=version)
+
+
+class WandbSink(TrackioSink):
+    """Logs to Weights & Biases, whose own environment variables set the server and the account. Trackio has its interface."""
+
+    def __init__(self, folder: Path, *, run: str) -> None:
+        wandb = _import(PACKAGES["wandb"], asked_for="wandb")
+        self._run = wandb.init(project=PROJECT, name=run, dir=str(folder))
+
+    def _log(self, event: str, numbers: dict[str, float], version: int) -> None:
+        if event == "evaluation":
+            # It belongs to an earlier version, and W&B drops what is logged for a step before the newest one.
+            numbers["shoal/held_out_version"] = numbers.pop("shoal/version")
+            self._run.log(numbers, commit=False)
+        else:
+            super()._log(event, numbers, version)
 
 
 class MlflowSink:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from shoal.diloco.ranks import Ranks
 from shoal.trainer.data.batch import TrainBatch
-from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.optim.loss import MAX_LOG_RATIO
 from shoal.wire.messages import StepReport
 

@@ -1,8 +1,8 @@
 """The processes that train one policy together: started by torchrun, or a single process, which is rank 0 of 1.
 
-Rank 0 decides: it fetches batches, writes checkpoints and publishes. It broadcasts commands (lockstep.py), and the other
-ranks execute them in the same order. Every collective has a timeout, so that a rank that died ends the others with an
-error instead of a hang.
+Rank 0 decides: it fetches batches, writes checkpoints, publishes, and speaks to other sites. It broadcasts commands
+(trainer/distributed/lockstep.py, site_ranks.py), and the other ranks execute them in the same order. Every collective has a timeout,
+so that a rank that died ends the others with an error instead of a hang.
 """
 
 import contextlib
@@ -61,6 +61,10 @@ class Ranks:
             dist.broadcast_object_list(received, src=0, group=self.commands)
         return received[0]
 
+    def wait_for_all(self) -> None:
+        """Waits until every rank has called this."""
+        self.total(0.0)
+
     def shared_stop(self, stop: threading.Event) -> threading.Event:
         """Returns an event whose `is_set` gives the same answer on all ranks. Every rank must ask equally often."""
         return _SharedStop(self, stop) if self.size > 1 else stop
@@ -88,41 +92,39 @@ class Ranks:
 
     # -- tensors ----------------------------------------------------------------------------------------
 
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces tensors, which have the same shapes on every rank, by their sums over the ranks."""
+        if self.size > 1:
+            with explain_lost_rank("adding gradients"):
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a sharded tensor's full value on the CPU of rank 0, and an empty tensor on the other ranks.
 
         All ranks must call it.
         """
-        if isinstance(tensor, DTensor):
-            with explain_lost_rank("gathering weights"):
-                full: Tensor = tensor.full_tensor()
-            return full.cpu() if self.leads else full[:0]
-        return tensor.detach().to("cpu", copy=True)
+        return self.full(tensor.detach()).to("cpu", copy=not isinstance(tensor, DTensor))
 
     def full(self, tensor: Tensor) -> Tensor:
         """Returns a sharded tensor's full value on rank 0's device, and an empty tensor on the other ranks. All must call it."""
         with explain_lost_rank("gathering weights"):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole if self.leads else whole[:0]
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Sends tensors of rank 0's host memory to the other ranks, which give tensors of the same shapes to receive into."""
-        with explain_lost_rank("sending a batch to the other ranks"):
-            for tensor in tensors:
-                if tensor.numel():
-                    dist.broadcast(tensor, src=0, group=self.commands)
+        return whole if self.leads else whole.new_empty(0)
 
     def scatter(self, value: Tensor | None, into: Tensor) -> None:
         """Writes rank 0's full `value` into `into`, sharded or not. All ranks must call it; the others may give None."""
+        full = value if value is not None else torch.empty(into.shape)
         with torch.no_grad():
-            if not isinstance(into, DTensor):
-                assert value is not None, "a tensor that is not sharded needs a value on every rank"
-                into.copy_(value)
+            if isinstance(into, DTensor):
+                with explain_lost_rank("scattering weights"):
+                    full = full.to(device=into.device, dtype=into.dtype)
+                    into.copy_(distribute_tensor(full, into.device_mesh, into.placements))
                 return
-            full = value if value is not None else torch.empty(into.shape)
-            with explain_lost_rank("scattering weights"):
-                full = full.to(device=into.device, dtype=into.dtype)
-                into.copy_(distribute_tensor(full, into.device_mesh, into.placements))
+            into.copy_(full)
+            if self.size > 1:
+                with explain_lost_rank("sending weights to the other ranks"):
+                    dist.broadcast(into.detach(), src=0)
 
     def leave(self) -> None:
         """Destroys the process groups."""
@@ -181,19 +183,23 @@ def explain_lost_rank(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(
-            f"{doing}: another rank has ended or did not answer in time; its own log says why "
-            f"({str(error).strip().splitlines()[0]})"
-        ) from error
+        raise _rank_lost(doing, error) from error
 
 
 def as_lost_rank(error: RuntimeError, ranks: Ranks) -> Exception:
     """Returns RankLost for a collective that failed inside a step, where torch's message names only sockets."""
-    message = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-    if ranks.size > 1 and any(
-        word in message.lower() for word in ("gloo", "nccl", "connection", "timed out")
-    ):
-        return RankLost(
-            f"rank {ranks.rank}: another rank has ended or did not answer in time; its log says why ({message})"
-        )
+    words = ("gloo", "nccl", "connection", "timed out")
+    if ranks.size > 1 and any(word in _first_line(error).lower() for word in words):
+        return _rank_lost(f"rank {ranks.rank} in a step", error)
     return error
+
+
+def _rank_lost(doing: str, error: RuntimeError) -> RankLost:
+    return RankLost(
+        f"{doing}: another rank has ended or did not answer in time ({_first_line(error)}); its own log says why. Start all ranks "
+        "again with the same command: they continue from the last checkpoint"
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
