@@ -146,10 +146,12 @@ $(VENV)-verifiers/.ready: pyproject.toml
 	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
-# An environment of its own, because vLLM needs an older transformers. torchvision, torchaudio and torchcodec are removed: built for
+# One process for each file, because a process has one vLLM engine, whose model keeps its shape. An environment of its own, because
+# vLLM needs an older transformers. torchvision, torchaudio and torchcodec are removed: built for
 # other releases of torch, they keep transformers from being imported.
 vllm: $(VENV)-vllm/.ready
-	$(VENV)-vllm/bin/pytest -p no:schemathesis -m vllm tests/rollout tests/swarm/validator/test_vllm_families.py tests/cli/test_serve_vllm.py
+	@for file in $(call files_of,vllm); do \
+		$(VENV)-vllm/bin/pytest -p no:schemathesis -m vllm $$file || exit; done
 
 $(VENV)-vllm/.ready: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -m venv $(VENV)-vllm

@@ -8,6 +8,7 @@ demo/ledger.jsonl.gz      its ledger: the tokens of every accepted submission ->
 staleness-tiny.json       staleness.py: reward by step, behaviour and lag       -> docs/img/async-levels.png
 filter-tiny.json          learn.py: with and without the offline filter         -> docs/img/offline-filter.png
 stability-tiny.json       stability.py: rates, recipes, collapses and warnings  -> docs/img/stability.png
+stability-long-tiny.json  the same over 1,200 steps                             -> docs/img/stability-long.png
 compile-tiny.json         learn.py: compiled and eager                          -> docs/img/compile.png
 budgets-tiny.json         learn.py: error by target length                      -> docs/img/budgets.png
 
@@ -40,6 +41,8 @@ RUNS = {
 }
 RECIPES_AT = 1e-3
 """The learning rate at which stability.py tried the recipes."""
+LONG_WINDOW = 40
+"""Steps whose mean reward tells a collapse in runs of 1,200 steps."""
 
 PANELS: dict[str, tuple[str, str, dict[str, str]]] = {
     "outer optimizer, against Nesterov": (
@@ -93,6 +96,7 @@ def main() -> None:
     draw_async(RESULTS / "staleness-tiny.json", options.out / "async-levels.png")
     draw_filter(RESULTS / "filter-tiny.json", options.out / "offline-filter.png")
     draw_stability(RESULTS / "stability-tiny.json", options.out / "stability.png")
+    draw_late_collapses(RESULTS / "stability-long-tiny.json", options.out / "stability-long.png")
     draw_compiled(RESULTS / "compile-tiny.json", options.out / "compile.png")
     draw_budgets(RESULTS / "budgets-tiny.json", options.out / "budgets.png")
     for name, count in count_tokens(RESULTS / "demo" / "ledger.jsonl.gz").items():
@@ -308,6 +312,25 @@ def draw_stability(results: Path, path: Path) -> None:
     finish(norms, "policy version", "gradient norm before clipping")
     finish(entropy, "policy version", "entropy in nats")
     norms.set_yscale("log")
+    save(figure, path)
+
+
+def draw_late_collapses(results: Path, path: Path) -> None:
+    """Draws the reward of every long run: the plain recipe by learning rate, and one panel for each change of the recipe."""
+    by_recipe: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in json.loads(results.read_text()):
+        by_recipe[f"{record['variant']}, rate {record['rate']:g}"].append(record)
+    rows = -(-len(by_recipe) // 2)
+    figure, panels = load_pyplot().subplots(rows, 2, figsize=(11, 2.3 * rows), dpi=110, sharey=True)
+    for axes, (recipe, records) in zip(panels.flat, by_recipe.items(), strict=False):
+        for record in records:
+            rewards = smooth(record["rewards"], LONG_WINDOW)
+            axes.plot(range(1, len(rewards) + 1), rewards, linewidth=0.9, label=f"seed {record['seed']}")
+            if record["collapsed"] is not None:
+                axes.axvline(record["collapsed"], color="0.4", linestyle=":", linewidth=0.9)
+        finish(axes, "policy version", f"reward, mean of {LONG_WINDOW} steps", title=recipe)
+    for axes in panels.flat[len(by_recipe) :]:
+        axes.set_visible(False)
     save(figure, path)
 
 

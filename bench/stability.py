@@ -3,8 +3,9 @@
     python bench/stability.py --seeds 2 --results FILE.jsonl --json bench/results/stability-tiny.json
 
 `tiny` learns to sort four digits with a lag of 2, in one process on one core. A run has collapsed when the mean reward of ten
-steps is under half of the best ten before it. Prints for every variant and seed: the best ten steps, the last ten, the step of
-the collapse, and how many steps before it each early warning came; then the false warnings of the runs that did not collapse.
+steps is under half of the best ten before it; in long runs that happens by chance, so use `--steps 1200 --window 40`. Prints for
+every variant and seed: the best ten steps, the deepest fall from the best ten until then, the last ten, the step of the collapse, and
+how many steps before it each early warning came; then the false warnings of the runs that did not collapse.
 The plain recipe runs at every rate of `--rates`, the variants at `--variants-at`. `second` is the plain run again, on the last
 version of a run of as many steps at `--first-rate`.
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,7 +24,6 @@ from one_loop import Curve, KeptRuns, OneLoop
 
 from shoal.trainer.config import TrainerConfig
 
-WINDOW = 10
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one-sided": {"delta": 1e9},
@@ -54,19 +55,22 @@ def run(options: argparse.Namespace, variant: str, rate: float, seed: int) -> Cu
     return loop.run(options.steps)
 
 
-def means(values: list[float]) -> list[float]:
-    """Returns the mean of the last ten values, at every step from the tenth on."""
-    return [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+def means(values: list[float], window: int) -> list[float]:
+    """Returns the mean of the last `window` values, at every step from that one on."""
+    return [fmean(values[end - window : end]) for end in range(window, len(values) + 1)]
 
 
-def collapse_step(rewards: list[float]) -> int | None:
-    """Returns the step after which ten steps had less than half the reward of the best ten before; None if none had."""
-    best = 0.0
-    for place, mean in enumerate(means(rewards)):
-        best = max(best, mean)
-        if mean < best / 2:
-            return place + WINDOW
-    return None
+def shares_of_best(rewards: list[float], window: int) -> list[float]:
+    """Returns the mean of the last `window` rewards, at every step from that one on, as a share of the best mean until then."""
+    recent = means(rewards, window)
+    return [mean / best if best else 1.0 for mean, best in zip(recent, accumulate(recent, max), strict=True)]
+
+
+def collapse_step(rewards: list[float], window: int) -> int | None:
+    """Returns the step after which `window` steps had less than half the reward of the best ones before; None if none had."""
+    fallen = (place for place, share in enumerate(shares_of_best(rewards, window)) if share < 0.5)
+    place = next(fallen, None)
+    return None if place is None else place + window
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Outcome:
     held_out: float
 
 
-def outcome(variant: str, rate: float, seed: int, curve: Curve) -> Outcome:
+def outcome(variant: str, rate: float, seed: int, curve: Curve, window: int) -> Outcome:
     def column(name: str) -> list[float]:
         return [round(getattr(figures, name), 4) for figures in curve.figures]
 
@@ -97,13 +101,13 @@ def outcome(variant: str, rate: float, seed: int, curve: Curve) -> Outcome:
         grad_norm=column("grad_norm"),
         clip_fraction=column("clip_fraction"),
         entropy=column("entropy"),
-        collapsed=collapse_step(curve.rewards),
+        collapsed=collapse_step(curve.rewards, window),
         warnings=[(step, kind) for step, kind in curve.warnings],
         held_out=curve.held_out,
     )
 
 
-def line(one: Outcome) -> str:
+def line(one: Outcome, window: int) -> str:
     firsts = {kind: step for step, kind in reversed(one.warnings)}
     if one.collapsed is None:
         words = ", ".join(f"{kind} at {step}" for kind, step in firsts.items())
@@ -111,9 +115,10 @@ def line(one: Outcome) -> str:
     else:
         leads = ", ".join(f"{kind} {one.collapsed - step:+}" for kind, step in firsts.items())
         end = f"collapse {one.collapsed:>4}   lead: {leads or 'no warning'}"
-    rewards = means(one.rewards)
+    rewards = means(one.rewards, window)
+    fall = min(shares_of_best(one.rewards, window))
     return (
-        f"{one.variant:<20} {one.rate:<7g} {one.seed}   best {max(rewards):.3f}   last {rewards[-1]:.3f}   held out "
+        f"{one.variant:<20} {one.rate:<7g} {one.seed}   best {max(rewards):.3f}   falls to {fall:.0%}   last {rewards[-1]:.3f}   held out "
         f"{one.held_out:.3f}   gradient {median(one.grad_norm):.2f} to {max(one.grad_norm):.2f}   {end}"
     )
 
@@ -129,6 +134,7 @@ def main() -> None:
     parser.add_argument("--lag", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--window", type=int, default=10, help="steps whose mean reward tells a collapse")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=16)
     KeptRuns.add_options(parser)
@@ -145,8 +151,8 @@ def main() -> None:
             cell = {"variant": variant, "rate": rate, "seed": seed}
             curve = kept.get(settings | cell, partial(run, options, variant, rate, seed))
             if curve is not None:
-                found.append(outcome(variant, rate, seed, curve))
-                print(line(found[-1]), flush=True)
+                found.append(outcome(variant, rate, seed, curve, options.window))
+                print(line(found[-1], options.window), flush=True)
     kept.say_what_is_missing()
     stable = [one for one in found if one.collapsed is None]
     print(

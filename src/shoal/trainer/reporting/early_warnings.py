@@ -1,7 +1,8 @@
 """Early warnings: sentences about the last steps, as pure functions of their reports.
 
-A run does not collapse at once. Before it does, entropy rises, clipping and gradients increase slowly, or engine and
-trainer drift apart. A run that learns nothing has groups with equal rewards. The thresholds are rules of thumb.
+In the INTELLECT-2 report entropy rises, and clipping and gradients increase slowly, before a run collapses; or engine and trainer
+drift apart. A run that learns nothing has groups with equal rewards. The thresholds are rules of thumb: `tiny` gets such warnings
+in stable runs too, and they did not foretell its collapses (bench/log/2026-11-19-late-collapse.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ def entropy_rising(reports: Sequence[StepReport]) -> str | None:
         return None
     return (
         f"entropy fell from {highest_before:.2f} to {means[low]:.2f} and is back at {now:.2f}: "
-        "collapse often follows; lower learning_rate or clip_norm, or raise kl"
+        "the INTELLECT-2 report saw this before a collapse; if the reward falls too, raise kl (0.001) or lower learning_rate"
     )
 
 
@@ -124,8 +125,8 @@ def gradient_creeping(reports: Sequence[StepReport]) -> str | None:
     return _creep(
         [report.grad_norm for report in reports],
         floor=0.0,
-        sentence="the gradient's norm rose steadily from {:.3g} to {:.3g}: lower clip_norm (the report went down to 0.05 to 0.1) or "
-        "learning_rate",
+        sentence="the gradient's norm rose steadily from {:.3g} to {:.3g}: if the reward falls too, raise kl (0.001) or lower "
+        "learning_rate; the INTELLECT-2 report also lowered clip_norm, to 0.05 to 0.1",
     )
 
 
