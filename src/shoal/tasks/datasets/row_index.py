@@ -21,6 +21,7 @@ import json
 import os
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def _read_cache(base: Path, path: Path, key: str) -> RowIndex | None:
         if meta["rows_bytes"] and rows.stat().st_size != meta["rows_bytes"]:
             return None
         fd = os.open(rows if meta["rows_bytes"] else path, os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     bad = {int(number): reason for number, reason in meta["bad"].items()}
     return RowIndex(
