@@ -260,3 +260,5 @@ def test_helpers_of_humaneval_are_the_data_sets_own(tmp_path: Path) -> None:
     assert task.reward(problem, problem.answer, 1).outcome is Outcome.RIGHT
     fake = "```python\ndef poly(xs, x): return 0\ndef zero(xs): return 5\n```"
     assert task.reward(problem, fake, 1).outcome is Outcome.WRONG
+    annotated = "```python\nfrom __future__ import annotations\ndef zero(xs: list) -> float: return -xs[0] / xs[1]\n```"
+    assert task.reward(problem, annotated, 1).outcome is Outcome.RIGHT, "poly comes after the import"
