@@ -48,10 +48,6 @@ _NUM_DRAWN, _NUM_DRAWN_SHORT = 192, 512
 """Random indices drawn to find MAX_CONTROLS small values. Nearly all values of a full segment are small enough, and less
 than half of a short segment's."""
 
-AT_LAST_PLACE, NO_POINT = 1 << 16, 1 << 17
-WRONG_EXPONENT, WRONG_SIGN = 1 << 8, 1 << 7
-"""Flags that rank points: the best come first, and points above the K-th largest magnitude before points equal to it."""
-
 
 class SegmentCheck(NamedTuple):
     """The statistics of one segment. A tuple, because a check of 64 rows creates 2,048 of them while a device waits.
@@ -79,6 +75,11 @@ class SegmentCheck(NamedTuple):
     """Control points available, at most 128. A segment of one or two states may have few or none."""
     constant: bool
     """Whether the polynomial is a constant, which can be made without any states."""
+
+    @property
+    def wrong_points(self) -> int:
+        """Exponent and sign mismatches. The published rule ignores signs, but honest noise never flips one."""
+        return self.exponent_mismatches + self.sign_mismatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,25 +183,22 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
     return np.concatenate(indices), bits_SK
 
 
-def candidate_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Candidates, Bits, Bits]:
-    """Returns all values that could be in the top-k, their [S, W] bit patterns, and the [S, C] ones at the given columns."""
+def candidate_points(batch: SegmentBatch, topk: int, columns_C: Indices) -> tuple[Candidates, Bits, Bits]:
+    """Returns all values that could be in the top-k, their [S, W] bit patterns, and the [S, C] ones at the given columns.
+
+    For segments of one size in host memory.
+    """
     check_size(batch, topk)
     search = TopSearch(topk)
     found: list[Candidates] = []
     bits: list[Bits] = []
     at_columns: list[Bits] = []
-    start = 0
+    columns = torch.from_numpy(columns_C)
     for tensor in batch.tensors:  # gather everything from a tensor while it is in cache
-        if tensor.device.type == "cpu" and batch.sizes_S is None:
-            candidates = search.candidates(tensor)
-        else:
-            candidates = _device_candidates(tensor, topk, batch.sizes_S)
-        indices_SW = torch.from_numpy(candidates.indices_SW).to(tensor.device)
-        columns = torch.from_numpy(columns_SC[start : start + len(tensor)]).to(tensor.device)
-        bits.append(_to_bits(torch.gather(tensor, 1, indices_SW)))
-        at_columns.append(_to_bits(torch.gather(tensor, 1, columns)))
+        candidates = search.candidates(tensor)
+        bits.append(_to_bits(torch.gather(tensor, 1, torch.from_numpy(candidates.indices_SW))))
+        at_columns.append(_to_bits(tensor.index_select(1, columns)))
         found.append(candidates)
-        start += len(tensor)
     candidates = Candidates(
         stack_padded([part.indices_SW for part in found]), np.concatenate([part.num_S for part in found])
     )
@@ -252,14 +250,6 @@ def device_indices(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Tens
     return torch.topk(magnitudes(values_SN, sizes_S), topk, dim=1, sorted=False).indices
 
 
-def _device_candidates(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Candidates:
-    """Finds the candidates on a device. Ties beyond the next DEVICE_SURPLUS values are left out."""
-    magnitudes_SN = magnitudes(values_SN, sizes_S)
-    top = torch.topk(magnitudes_SN, min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1)
-    num_S = (top.values >= top.values[:, topk - 1 : topk]).sum(dim=1)
-    return Candidates(top.indices.cpu().numpy(), num_S.cpu().numpy())
-
-
 def magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
     """Returns absolute values, with -1 at padding so that it never enters the top-k."""
     absolute_SN = values_SN.abs()
@@ -305,16 +295,17 @@ def unprovable(place: Place, *, all_zero: bool) -> ProofError:
 
 
 def segment_checks(columns: Sequence[Column], topk: int) -> list[SegmentCheck]:
-    """Returns one SegmentCheck per segment. `columns` are its fields except num_points, in order, one value per segment."""
-    sizes, *others, constants = columns
-    constants = constants & (topk > 1)
-    numbers = (column.tolist() for column in (*others, constants))
-    return list(map(SegmentCheck._make, zip(sizes.tolist(), repeat(topk), *numbers, strict=False)))
+    """Returns one SegmentCheck per segment. `columns` are its fields except num_points, in order, one number per segment."""
+    *numbers, constant = columns
+    kinds = (int, int, float, float, float, int, int, int)
+    sizes, *others = (column.astype(kind).tolist() for column, kind in zip(numbers, kinds, strict=True))
+    others.append(((constant > 0) & (topk > 1)).tolist())
+    return list(map(SegmentCheck._make, zip(sizes, repeat(topk), *others, strict=False)))
 
 
 def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:
     """Returns [S, C] random control points per segment, and a mask, because some sizes have fewer."""
-    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_of = {int(size): control_columns(size, topk, rng) for size in np.unique(sizes_S)}
     columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
     valid_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
     for size, columns_C in columns_of.items():
@@ -324,7 +315,7 @@ def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tup
     return columns_SC, valid_SC
 
 
-def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
+def control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
     """Draws random indices for all segments of a size, below every modulus, so that each is its own residue.
 
     A polynomial has the same value at an index and at its residue, so no others are needed.
