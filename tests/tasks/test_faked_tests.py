@@ -211,13 +211,12 @@ def test_right_programs_pass_the_same_tests() -> None:
 
 
 def test_only_free_names_of_the_tests_are_taken_from_the_program() -> None:
-    assert names_from_program([SET, ABS]) == (["f"], [])
-    assert names_from_program(
-        ["def check(candidate):\n    assert candidate(1) == helper(2)", "check(f)"]
-    ) == (["f", "helper"], [])
-    assert names_from_program(["x = 1\nassert g(x, y) == [z for z in w]"]) == (["g", "w", "y"], [])
-    assert names_from_program(["import math", "assert math.pi > 3 and re.match('a', f())"]) == (["f"], ["re"])
-    assert names_from_program(["not a test", "assert f()"]) == (["f"], [])
+    assert names_from_program((SET, ABS)) == (["f"], [])
+    helper = "def check(candidate):\n    assert candidate(1) == helper(2)"
+    assert names_from_program((helper, "check(f)")) == (["f", "helper"], [])
+    assert names_from_program(("x = 1\nassert g(x, y) == [z for z in w]",)) == (["g", "w", "y"], [])
+    assert names_from_program(("import math", "assert math.pi > 3 and re.match('a', f())")) == (["f"], ["re"])
+    assert names_from_program(("not a test", "assert f()")) == (["f"], [])
 
 
 def test_the_data_set_may_name_an_entry_point_like_a_builtin(tmp_path: Path) -> None:

@@ -273,10 +273,11 @@ LIMIT = (1, 2)
 
 
 PYTHON = Path("/usr/bin/python3")
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not PYTHON.exists(), reason="needs root to become nobody")
-def test_without_root_a_user_namespace_is_enough() -> None:
+def test_without_root_a_user_namespace_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds the sandbox as user nobody, with an interpreter that nobody may run."""
     source = (
         "import os\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc/passwd'), os.path.exists('/proc/1'))\n"
@@ -290,8 +291,9 @@ def test_without_root_a_user_namespace_is_enough() -> None:
             shutil.copy(Path(sandbox.__file__).with_name(part), folder)
         (folder / "root").mkdir()
         options = json.dumps({"level": "namespace", "folder": f"{folder}/root"})
-        command = [str(PYTHON), "-I", "-S", str(folder / "sandbox_child.py"), options]
-        server = SandboxServer("namespace", command=command, user=65534)
+        command = [*NOBODY, str(PYTHON), "-I", "-S", str(folder / "sandbox_child.py"), options]
+        monkeypatch.setattr(sandbox, "_server_command", lambda level, folder: command)
+        server = SandboxServer("namespace")
         try:
             with server.start("script", source, LIMITS) as one:
                 ended = one.wait()

@@ -98,7 +98,7 @@ def passes(
     The tests get the names that they use and do not define, except builtins and modules. `entry_points` adds others, as name in
     the tests to name in the program: only the data set, never the program, may say that `sum` is the program's function.
     """
-    names, modules = names_from_program(tests)
+    names, modules = names_from_program(tuple(tests))
     wanted = {name: name for name in names} | dict(entry_points or {})
     tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
     server = _server(level or best_level())
@@ -208,41 +208,21 @@ def _server_command(level: Level, folder: str) -> list[str]:
 def _bwrap_command(python: str) -> list[str]:
     """Returns the beginning of a command line that runs a command which sees only Python's library."""
     # Capabilities inside its namespaces, which each program drops: they give each program namespaces of its own.
-    command = [
-        "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--cap-add",
-        "ALL",
-    ]
+    namespaces = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
+    command = ["bwrap", *namespaces, "--cap-add", "ALL"]
     if os.getuid() != 0:
         command.append("--unshare-user")
     for path in (*sandbox_child.needed_folders(), python):
-        for folder in reversed(
-            Path(path).parents[:-1]
-        ):  # bwrap's own default is that only root may enter them
-            command += ["--perms", "0755", "--dir", str(folder)]
+        for folder in reversed(Path(path).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(folder)]  # by default only root may enter them
         link = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
     for path in sandbox_child.package_folders():
         command += ["--tmpfs", path, "--remount-ro", path]
     for name in _CODE:
         command += ["--ro-bind", str(_CHILD.with_name(name)), f"{gvisor.CODE_FOLDER}/{name}"]
-    return [
-        *command,
-        "--proc",
-        "/proc",
-        "--perms",
-        "1777",
-        "--dir",
-        "/tmp",
-        "--remount-ro",
-        "/",
-        "--new-session",
-        "--",
-    ]
+    command += ["--proc", "/proc", "--perms", "1777", "--dir", "/tmp", "--remount-ro", "/"]
+    return [*command, "--new-session", "--"]
 
 
 # -- servers and sandboxes --------------------------------------------------------------------------------
@@ -261,10 +241,8 @@ def _server(level: Level) -> "SandboxServer":
 class SandboxServer:
     """A fork server of one level. Use it from one thread only. It is started at the first program and again after a failure."""
 
-    def __init__(
-        self, level: Level, *, command: Sequence[str] | None = None, user: int | None = None
-    ) -> None:
-        self._level, self._command, self._user = level, command, user
+    def __init__(self, level: Level) -> None:
+        self._level = level
         self._socket: socket.socket | None = None
 
     def start(
@@ -313,15 +291,12 @@ class SandboxServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                self._command or _server_command(self._level, self._folder.name),
+                _server_command(self._level, self._folder.name),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 start_new_session=True,
-                user=self._user,
-                group=self._user,
-                extra_groups=None if self._user is None else (),
             )
         ours.settimeout(START_S)
         try:

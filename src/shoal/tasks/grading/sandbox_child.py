@@ -311,12 +311,8 @@ def _waited_s(init: int, proc: int) -> float:
     return int(waited_ns) / 1e9 if fields[:1] == ["1"] else 0.0
 
 
-def _open_at(proc: int, path: str) -> int:
-    return os.open(path, os.O_RDONLY, dir_fd=proc)
-
-
 def _read_at(proc: int, path: str) -> str:
-    with os.fdopen(_open_at(proc, path)) as file:
+    with os.fdopen(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
         return file.read()
 
 
