@@ -105,7 +105,7 @@ def test_all_machines_of_a_run_leave_out_the_rows_that_the_coordinator_found(
     # A validator has the files without the index, and does not check gold answers again.
     other = tmp_path / "other"
     other.mkdir()
-    for digest in file_digests(kept):
+    for digest in file_digests(kept).values():
         (other / digest).write_bytes((tmp_path / "data" / digest).read_bytes())
     checked = make_task(with_files_from(kept, other))
     assert isinstance(checked, DataSet) and list(checked.indices["path"].bad) == [4]
