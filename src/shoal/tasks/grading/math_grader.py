@@ -357,5 +357,5 @@ def _or_else(otherwise: T, call: Callable[[], T]) -> T:
     """Returns what `call` returns, or `otherwise` if it raises: parsers of untrusted text may raise anything."""
     try:
         return call()
-    except (Exception, RecursionError, MemoryError):  # noqa: BLE001
+    except Exception:  # noqa: BLE001
         return otherwise
