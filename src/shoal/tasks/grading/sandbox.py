@@ -34,6 +34,7 @@ from typing import Literal, Self
 from shoal.tasks.grading import gvisor, sandbox_child
 from shoal.tasks.grading.entry_points import names_from_program
 from shoal.tasks.grading.sandbox_child import MAX_JOB_BYTES, MAX_STRETCH, NOT_BUILT, READY, TIMED_OUT
+from shoal.tasks.grading.sandbox_files import remove_tree
 from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
 from shoal.telemetry import Log
@@ -54,7 +55,7 @@ TESTER_S = 1.0
 """Seconds the tests may run longer than the program, so that a program which is too slow ends first."""
 _STARVED = "a program got too little of the processor to be graded; is the machine too busy?"
 _CHILD = Path(sandbox_child.__file__)
-_CODE = ("sandbox_child.py", "sandbox_modes.py", "system_calls.py")
+_CODE = ("sandbox_child.py", "sandbox_modes.py", "sandbox_files.py", "system_calls.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,10 +333,26 @@ class Sandbox:
         self._result: ScriptResult | None = None
         job = _limits_of(limits) | {"mode": mode}
         if level in ("user", "limits"):
-            folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
-            job["folder"] = self._cleanup.enter_context(folder)
+            folder = tempfile.mkdtemp(prefix="shoal-")
+            job["folder"] = folder
+            self._cleanup.callback(remove_tree, folder)
         message = json.dumps(job).encode()
         assert len(message) <= MAX_JOB_BYTES
+        try:
+            self._send(server, message, mode, source, stdin, pipe)
+        except OSError:
+            self._cleanup.close()
+            raise
+
+    def _send(
+        self,
+        server: socket.socket,
+        message: bytes,
+        mode: Mode,
+        source: str,
+        stdin: bytes,
+        pipe: tuple[int, ...],
+    ) -> None:
         with contextlib.ExitStack() as theirs:
             # The output of a script is read while it runs. Nobody reads what a serving program prints, and a full pipe would block it, so
             # that output is discarded.
@@ -352,11 +369,7 @@ class Sandbox:
             files = [
                 theirs.enter_context(_file_of(data)) for data in (source.encode(errors="replace"), stdin)
             ]
-            try:
-                socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
-            except OSError:
-                self._cleanup.close()
-                raise
+            socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
 
     def __enter__(self) -> Self:
         return self
