@@ -8,7 +8,6 @@ import json
 import math
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -147,11 +146,6 @@ class HostedTask:
             return UNPARSEABLE
         value = min(1.0, score)
         return RIGHT if value > 1 - 1e-6 else Reward(value, Outcome.WRONG)
-
-    def __del__(self) -> None:
-        # At the end of the process, modules may be gone, and a task that was refused has no child.
-        with suppress(Exception):
-            self._child.close()
 
     def _right(self, answer: str | None) -> str:
         if answer is None:

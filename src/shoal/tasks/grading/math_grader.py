@@ -17,7 +17,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from typing import Any, TypeVar
@@ -216,14 +215,6 @@ class MathGrader:
         """Returns the reward of an answer to a problem with this gold answer."""
         reply = self._ask({"gold": gold, "answer": answer})
         return UNPARSEABLE if reply is None else _REWARDS[reply["outcome"]]
-
-    def close(self) -> None:
-        """Kills the child process."""
-        self._child.close()
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the process, modules may be gone
-            self.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the child's reply, or None if the request ends the child."""
