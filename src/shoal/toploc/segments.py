@@ -105,21 +105,16 @@ class SegmentBatch:
         return np.full(len(self.places), self.num_values) if self.padded_sizes is None else self.padded_sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _SegmentRun:
-    """Consecutive segments of one row that have one size."""
-
-    row: int
-    first: int
-    values_SN: Tensor
+_Run = tuple[list[Place], Tensor]
+"""Consecutive segments of one size: their places, and their values as [S, N]."""
 
 
 def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
     """Yields every segment of every row, in batches of one size."""
-    by_size: dict[int, list[_SegmentRun]] = {}
+    by_size: dict[int, list[_Run]] = {}
     for row, states in enumerate(states_list):
-        for run in _segment_runs(states, row, segment_tokens):
-            by_size.setdefault(run.values_SN.shape[1], []).append(run)
+        for run in _runs(states, row, segment_tokens):
+            by_size.setdefault(run[1].shape[1], []).append(run)
     for size, runs in by_size.items():
         batch = SegmentBatch([], [])
         for places, tensor in _stack(runs, max(1, min(BATCH, TENSOR_VALUES // size))):
@@ -217,27 +212,29 @@ def stack_padded(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
     return joined
 
 
-def _segment_runs(states: Tensor, row: int, segment_tokens: int) -> Iterator[_SegmentRun]:
+def _runs(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Run]:
+    """Yields the full segments of a row, and the shorter one at its end."""
     check_states(states, row)
     num_full, rest = divmod(len(states), segment_tokens)
     if num_full:
-        yield _SegmentRun(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
+        full = states[: num_full * segment_tokens].detach().reshape(num_full, -1)
+        yield [(row, segment) for segment in range(num_full)], full
     if rest:
-        yield _SegmentRun(row, num_full, states[-rest:].detach().reshape(1, -1))
+        yield [(row, num_full)], states[-rest:].detach().reshape(1, -1)
 
 
-def _stack(runs: Iterable[_SegmentRun], at_once: int) -> Iterator[tuple[list[Place], Tensor]]:
+def _stack(runs: Iterable[_Run], at_once: int) -> Iterator[_Run]:
     """Yields the segments of all runs in tensors of up to `at_once` segments."""
     places: list[Place] = []
     parts: list[Tensor] = []
-    for run in runs:
-        for start in range(0, len(run.values_SN), at_once):
-            part = run.values_SN[start : start + at_once]
-            if len(places) + len(part) > at_once:
+    for run_places, values_SN in runs:
+        for start in range(0, len(values_SN), at_once):
+            some = slice(start, start + at_once)
+            if len(places) + len(run_places[some]) > at_once:
                 yield places, _joined(parts)
                 places, parts = [], []
-            places.extend((run.row, run.first + start + index) for index in range(len(part)))
-            parts.append(part.to(torch.bfloat16))
+            places += run_places[some]
+            parts.append(values_SN[some].to(torch.bfloat16))
     yield places, _joined(parts)
 
 
