@@ -14,6 +14,7 @@ may have ended the first.
 import json
 import signal
 import sys
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -48,8 +49,6 @@ take 0.12 s."""
 WALL_S = 120.0
 """Seconds to wait for the child's answer."""
 ATTEMPTS = 2
-
-_LIMITS = ("max_rows", "max_prompt_tokens", "max_output_tokens", "max_proof_bytes")
 
 
 class ReaderFailed(RuntimeError):
@@ -97,7 +96,7 @@ class TableReader:
 
     def read(self, data: bytes, limits: TableLimits) -> RolloutTable:
         """Returns the table. Raises Rejected with the reason, or ReaderFailed."""
-        request = _line({name: getattr(limits, name) for name in _LIMITS}) + data
+        request = _line(asdict(limits)) + data
         for _ in range(ATTEMPTS):
             try:
                 reply = self.child.exchange(request, timeout_s=self._wall_s, attempts=ATTEMPTS)
