@@ -329,31 +329,15 @@ class Sandbox:
     ) -> None:
         self._limits = limits
         self._give_up_s = time.monotonic() + MAX_STRETCH * limits.wall_s + GRACE_S
-        self._cleanup = contextlib.ExitStack()
         self._result: ScriptResult | None = None
         job = _limits_of(limits) | {"mode": mode}
-        if level in ("user", "limits"):
-            folder = tempfile.mkdtemp(prefix="shoal-")
-            job["folder"] = folder
-            self._cleanup.callback(remove_tree, folder)
-        message = json.dumps(job).encode()
-        assert len(message) <= MAX_JOB_BYTES
-        try:
-            self._send(server, message, mode, source, stdin, pipe)
-        except OSError:
-            self._cleanup.close()
-            raise
-
-    def _send(
-        self,
-        server: socket.socket,
-        message: bytes,
-        mode: Mode,
-        source: str,
-        stdin: bytes,
-        pipe: tuple[int, ...],
-    ) -> None:
-        with contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            if level in ("user", "limits"):
+                folder = tempfile.mkdtemp(prefix="shoal-")
+                ours.callback(remove_tree, folder)
+                job["folder"] = folder
+            message = json.dumps(job).encode()
+            assert len(message) <= MAX_JOB_BYTES
             # The output of a script is read while it runs. Nobody reads what a serving program prints, and a full pipe would block it, so
             # that output is discarded.
             self._output = -1
@@ -361,15 +345,16 @@ class Sandbox:
                 output = os.open(os.devnull, os.O_WRONLY)
             else:
                 self._output, output = os.pipe()
-                self._cleanup.callback(os.close, self._output)
+                ours.callback(os.close, self._output)
             theirs.callback(os.close, output)
             self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._cleanup.enter_context(self._status)
+            ours.enter_context(self._status)
             theirs.enter_context(status)
             files = [
                 theirs.enter_context(_file_of(data)) for data in (source.encode(errors="replace"), stdin)
             ]
             socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
+            self._cleanup = ours.pop_all()  # after an error, nothing is kept
 
     def __enter__(self) -> Self:
         return self
