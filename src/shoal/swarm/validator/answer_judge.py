@@ -57,6 +57,10 @@ class JudgeModel:
 
         An answer without a reply, one that contains a special token of the judge, and one that is too long for it get reward 0.
         """
+        if task.judge_tokens >= (most := self._model.shape.max_positions):
+            raise CannotGrade(
+                f"judge_tokens = {task.judge_tokens} leave no room for a prompt in the judge's {most} positions; lower judge_tokens"
+            )
         prompts = [self._prompt(task, answer) for answer in answers]
         # The samples of a prompt often have the same text: each is judged once.
         asked = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, tuple)))
