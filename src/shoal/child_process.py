@@ -158,6 +158,10 @@ class ChildProcess:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process, modules may be gone
+            self.close()
+
     def _exchange_once(self, request: bytes, deadline_s: float) -> bytes:
         child = self._running_child()
         self._write(child, len(request).to_bytes(_LENGTH_BYTES, "big") + request, deadline_s)

@@ -211,13 +211,12 @@ def test_right_programs_pass_the_same_tests() -> None:
 
 
 def test_only_free_names_of_the_tests_are_taken_from_the_program() -> None:
-    assert names_from_program([SET, ABS]) == (["f"], [])
-    assert names_from_program(
-        ["def check(candidate):\n    assert candidate(1) == helper(2)", "check(f)"]
-    ) == (["f", "helper"], [])
-    assert names_from_program(["x = 1\nassert g(x, y) == [z for z in w]"]) == (["g", "w", "y"], [])
-    assert names_from_program(["import math", "assert math.pi > 3 and re.match('a', f())"]) == (["f"], ["re"])
-    assert names_from_program(["not a test", "assert f()"]) == (["f"], [])
+    assert names_from_program((SET, ABS)) == (["f"], [])
+    helper = "def check(candidate):\n    assert candidate(1) == helper(2)"
+    assert names_from_program((helper, "check(f)")) == (["f", "helper"], [])
+    assert names_from_program(("x = 1\nassert g(x, y) == [z for z in w]",)) == (["g", "w", "y"], [])
+    assert names_from_program(("import math", "assert math.pi > 3 and re.match('a', f())")) == (["f"], ["re"])
+    assert names_from_program(("not a test", "assert f()")) == (["f"], [])
 
 
 def test_the_data_set_may_name_an_entry_point_like_a_builtin(tmp_path: Path) -> None:
@@ -260,3 +259,5 @@ def test_helpers_of_humaneval_are_the_data_sets_own(tmp_path: Path) -> None:
     assert task.reward(problem, problem.answer, 1).outcome is Outcome.RIGHT
     fake = "```python\ndef poly(xs, x): return 0\ndef zero(xs): return 5\n```"
     assert task.reward(problem, fake, 1).outcome is Outcome.WRONG
+    annotated = "```python\nfrom __future__ import annotations\ndef zero(xs: list) -> float: return -xs[0] / xs[1]\n```"
+    assert task.reward(problem, annotated, 1).outcome is Outcome.RIGHT, "poly comes after the import"

@@ -23,7 +23,10 @@ def test_public_terms_contain_digests_and_no_paths(tmp_path: Path) -> None:
     spec = TaskSpec(name="gsm8k", options={"path": str(path), "eval_path": str(path), "style": "bare"})
     public = keep_files(spec, kept)
     assert public.options == {"path": f"sha256:{digest}", "eval_path": f"sha256:{digest}", "style": "bare"}
-    assert file_digests(public) == [digest, digest] and str(tmp_path) not in public.model_dump_json()
+    assert (
+        list(file_digests(public).values()) == [digest, digest]
+        and str(tmp_path) not in public.model_dump_json()
+    )
     assert keep_files(public, kept) == public, "kept already"
     assert sorted(file.name for file in kept.iterdir()) == [digest, f"{digest}.name"]
     fetched.mkdir()

@@ -152,7 +152,7 @@ HOSTILE = [
 def strict() -> Iterator[MathGrader]:
     grader = MathGrader(cpu_s=1)
     yield grader
-    grader.close()
+    grader._child.close()
 
 
 SLOW = (1, 2, 3, 4, 5, 6)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ from shoal.tasks.grading.sandbox import (
     run_script,
     works,
 )
-from shoal.tasks.grading.sandbox_child import MAX_FILES, SHARED_FOLDERS, TIMED_OUT, package_folders
+from shoal.tasks.grading.sandbox_child import MAX_FILES, TIMED_OUT, package_folders
+from shoal.tasks.grading.sandbox_files import SHARED_FOLDERS
 from shoal.tasks.grading.system_calls import allowed_numbers
 from shoal.tasks.task import CannotGrade
 
@@ -222,6 +224,47 @@ def test_files_stay_in_the_sandbox_and_are_removed(level: Level, tmp_path: Path)
     assert outside.read_text() == ""
 
 
+NESTED = sys.getrecursionlimit() + 100
+
+
+@pytest.mark.parametrize("place", [".", "/tmp"])
+@pytest.mark.parametrize("level", levels())
+def test_folders_that_are_nested_deeply_are_removed(level: Level, place: str) -> None:
+    """Their removal, which recursed, ended the sandbox's monitor, and then the validator that removed the program's folder."""
+    before = set(os.listdir("/tmp"))
+    name = f"nested{os.getpid()}"
+    source = (
+        f"import os\nos.chdir({place!r})\nos.mkdir({name!r})\nos.chdir({name!r})\n"
+        f"for n in range({NESTED}):\n    os.mkdir('a')\n    os.chdir('a')\n"
+        "open('hidden', 'w').write('x')\nprint(n + 1)"
+    )
+    if place == "." or level != "limits":  # at level limits it could not be told whose the files in /tmp are
+        ended = run_script(source, b"", limits=LIMITS, level=level)
+        assert ended in (ScriptResult(0, f"{NESTED}\n".encode()), ScriptResult(TIMED_OUT, b""))
+        assert not [one for one in set(os.listdir("/tmp")) - before if one.startswith("nested")]
+
+
+DISK_HOGS = {
+    "large files": "for n in range(1000):\n    with open(f'{n}', 'wb') as f: f.write(b'x' * (2 << 20))",
+    "large files in a folder": "import os\nos.mkdir('in')\nfor n in range(1000):\n    with open(f'in/{n}', 'wb') as f: f.write(b'x' * (2 << 20))",
+    "many files": "for n in range(50_000):\n    open(str(n), 'w').close()",
+    "many folders": "import os\nfor n in range(50_000):\n    os.mkdir('a')\n    os.chdir('a')",
+}
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("source", DISK_HOGS.values(), ids=list(DISK_HOGS))
+def test_the_disk_of_a_program_is_limited_at_every_level(level: Level, source: str) -> None:
+    if level == "gvisor":
+        pytest.skip("its /tmp is larger, and for all programs together")
+    small = "open('mine', 'wb').write(b'x' * (1 << 20))\nimport time\ntime.sleep(0.3)\nprint('fine')"
+    assert run_script(small, b"", limits=LIMITS, level=level) == ScriptResult(0, b"fine\n")
+    ended = run_script(
+        f"{source}\nprint('done')", b"", limits=replace(LIMITS, cpu_s=10, wall_s=20.0), level=level
+    )
+    assert ended.status != 0 and b"done" not in ended.output
+
+
 @pytest.mark.parametrize("level", levels())
 def test_a_daemon_does_not_outlive_its_sandbox(level: Level) -> None:
     source = (
@@ -273,10 +316,11 @@ LIMIT = (1, 2)
 
 
 PYTHON = Path("/usr/bin/python3")
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not PYTHON.exists(), reason="needs root to become nobody")
-def test_without_root_a_user_namespace_is_enough() -> None:
+def test_without_root_a_user_namespace_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds the sandbox as user nobody, with an interpreter that nobody may run."""
     source = (
         "import os\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc/passwd'), os.path.exists('/proc/1'))\n"
@@ -286,12 +330,13 @@ def test_without_root_a_user_namespace_is_enough() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a folder that user nobody may enter
         folder = Path(name)
         folder.chmod(0o755)
-        for part in ("sandbox_child.py", "sandbox_modes.py", "system_calls.py"):
+        for part in sandbox._CODE:
             shutil.copy(Path(sandbox.__file__).with_name(part), folder)
         (folder / "root").mkdir()
         options = json.dumps({"level": "namespace", "folder": f"{folder}/root"})
-        command = [str(PYTHON), "-I", "-S", str(folder / "sandbox_child.py"), options]
-        server = SandboxServer("namespace", command=command, user=65534)
+        command = [*NOBODY, str(PYTHON), "-I", "-S", str(folder / "sandbox_child.py"), options]
+        monkeypatch.setattr(sandbox, "_server_command", lambda level, folder: command)
+        server = SandboxServer("namespace")
         try:
             with server.start("script", source, LIMITS) as one:
                 ended = one.wait()

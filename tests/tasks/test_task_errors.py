@@ -173,7 +173,7 @@ def test_a_failure_of_the_system_is_not_the_answers_fault() -> None:
 
 def test_an_exception_of_our_own_grader_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    math_grader().close()  # a child that runs has the package
+    math_grader()._child.close()  # a child that runs has the package
     task = make_task(TaskSpec(name="count", options={"length": 4}))
     monkeypatch.setattr(type(task), "reward", lambda self, problem, text, n: compare(r"\frac12", "x"))
     with pytest.raises(TaskError, match=r"^grading mathematics needs the package math-verify"):

@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc import verify
 from shoal.toploc.proof import proofs_of_points
 from shoal.toploc.search import CHUNK, WIDE, TopSearch
-from shoal.toploc.segments import padded_batches
 
 
 def tie_heavy(kind: str, num_segments: int, width: int, generator: torch.Generator) -> torch.Tensor:
@@ -83,19 +81,3 @@ def test_a_proof_with_other_ties_still_matches() -> None:
     assert toploc.build_proofs(states) != proof, "the choice differs"
     ((check,),) = toploc.verify_proofs(proof, states, control_seed=1)
     assert (check.exponent_mismatches, check.mantissa_mean) == (0, 0.0)
-
-
-def test_padded_segments_give_the_same_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(3)
-    states = [torch.randn(length, 576, generator=generator) for length in (1, 33, 70, 0, 32)]
-    proofs = toploc.build_proofs(states)
-    near = [(s * (1 + 0.01 * torch.randn(s.shape, generator=generator))).bfloat16() for s in states]
-    plain = toploc.verify_proofs(proofs, near, control_seed=1)
-    monkeypatch.setattr(verify, "batches", padded_batches)
-    for row, padded in zip(plain, toploc.verify_proofs(proofs, near, control_seed=1), strict=True):
-        for one, other in zip(row, padded, strict=True):
-            # Controls are other points, by the order of sizes.
-            assert one._replace(control_hits=0, num_controls=0) == other._replace(
-                control_hits=0, num_controls=0
-            )
-            assert other.control_hits <= 12 and other.num_controls == one.num_controls

@@ -25,7 +25,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class DrawnTask:
-    """What the generated tasks share. Each adds `_draw`, which returns the question by which problems are split, and the problem."""
+    """What the generated tasks share: the last number of a reply is the answer.
+
+    Each adds `_draw`, which returns the question by which problems are split, and the problem.
+    """
 
     __slots__ = ()
     style: str
@@ -36,6 +39,9 @@ class DrawnTask:
 
     def problem(self, split: Split, seed: int) -> Problem:
         return draw_problem(split, seed, self._draw)
+
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        return grade_number(problem.answer, reply_of(text))
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         raise NotImplementedError
@@ -141,9 +147,6 @@ class Largest(DrawnTask):
         # Split by the set: the same numbers in another order must be on the same side.
         return ",".join(map(str, sorted(numbers))), Problem(self._ask(numbers), str(max(numbers)))
 
-    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
-        return grade_number(problem.answer, reply_of(text))
-
     def _ask(self, numbers: list[int]) -> str:
         if self.style == "bare":
             return f"{','.join(map(str, numbers))}>"
@@ -177,9 +180,6 @@ class Count(DrawnTask):
         letter = _LETTERS[rng.randrange(self.alphabet)]
         # Split by the word: a word of the training problems must not be held out with another letter.
         return word, Problem(self._ask(word, letter), str(word.count(letter)))
-
-    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
-        return grade_number(problem.answer, reply_of(text))
 
     def _ask(self, word: str, letter: str) -> str:
         if self.style == "bare":

@@ -20,7 +20,8 @@ factor of ten multiplies z by a factor. A sum of few rows may contain one such r
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -115,38 +116,25 @@ class Score:
         )
 
 
-def mismatches(row: Row) -> list[Measured]:
-    """Measures exponent and sign mismatches. The published rule ignores signs, but honest noise never flips one."""
-    return [
-        Measured(unit.num_values, unit.exponent_mismatches + unit.sign_mismatches)
-        for unit in row
-        if isinstance(unit, SegmentCheck)
+def _of_segments(value: Callable[[SegmentCheck], float]) -> Callable[[Row], list[Measured]]:
+    return lambda row: [
+        Measured(unit.num_values, value(unit)) for unit in row if isinstance(unit, SegmentCheck)
     ]
 
 
-def mantissas(row: Row) -> list[Measured]:
-    """Measures the bounded mantissa error of each segment."""
-    return [
-        Measured(unit.num_values, unit.mantissa_bounded) for unit in row if isinstance(unit, SegmentCheck)
+def _of_blocks(value: Callable[[TokenBlock], float]) -> Callable[[Row], list[Measured]]:
+    return lambda row: [
+        Measured(unit.num_tokens, value(unit)) for unit in row if isinstance(unit, TokenBlock)
     ]
 
 
-def logprobs(row: Row) -> list[Measured]:
-    """Measures the log-prob gap of each block of tokens."""
-    return [Measured(unit.num_tokens, unit.logprob_gap) for unit in row if isinstance(unit, TokenBlock)]
-
-
-def draws(row: Row) -> list[Measured]:
-    """Measures the distance of draws in each block of tokens."""
-    return [Measured(unit.num_tokens, unit.draw_root) for unit in row if isinstance(unit, TokenBlock)]
-
-
-STATISTICS: dict[str, Callable[[Row], list[Measured]]] = {
-    "mismatches": mismatches,
-    "mantissas": mantissas,
-    "logprobs": logprobs,
-    "draws": draws,
+STATISTICS = {
+    "mismatches": _of_segments(lambda segment: segment.wrong_points),
+    "mantissas": _of_segments(lambda segment: segment.mantissa_bounded),
+    "logprobs": _of_blocks(lambda block: block.logprob_gap),
+    "draws": _of_blocks(lambda block: block.draw_root),
 }
+"""Functions that measure the units of a row: the segments of its proofs, or its blocks of tokens."""
 OF_TOKENS = ("logprobs", "draws")
 
 
@@ -193,11 +181,8 @@ class CalibratedStatistic:
 def calibrated_statistic(noise: Noise, name: str) -> CalibratedStatistic | None:
     """Returns a statistic of the calibration, or None if it was not measured."""
     honest: Statistic | None = getattr(noise, name)
-    return (
-        None
-        if honest is None
-        else CalibratedStatistic(name, noise.token_sizes if name in OF_TOKENS else noise.sizes, honest)
-    )
+    sizes = noise.token_sizes if name in OF_TOKENS else noise.sizes
+    return None if honest is None else CalibratedStatistic(name, sizes, honest)
 
 
 def judges_alone(noise: Noise | None, name: str, size: int) -> bool:
@@ -213,11 +198,11 @@ def _scores_of(
     if not measured:
         return []
     sums = [_Sum.of(units, calibrated) for _, _, units in measured]
-    by_prompt: dict[int, _Sum] = {}
+    by_prompt: dict[int, list[_Sum]] = defaultdict(list)
     for (_, prompt, _), of_row in zip(measured, sums, strict=True):
-        by_prompt[prompt] = by_prompt.get(prompt, _Sum()) + of_row
+        by_prompt[prompt].append(of_row)
     name, score = calibrated.name, partial(_score, calibrated)
-    found = [score("over all rows", list(by_prompt.values()), num_rows=len(sums), looks=1)]
+    found = [score("over all rows", list(map(_Sum.over, by_prompt.values())), num_rows=len(sums), looks=1)]
     worst = max(range(len(sums)), key=lambda index: _z([sums[index]], calibrated.honest))
     number = measured[worst][0]
     found.append(score(f"of row {number}", [sums[worst]], num_rows=1, looks=len(sums)))
@@ -302,36 +287,31 @@ def outlier_bound(tail: Tail, rate: float, *, num_rows: int = 1) -> float:
     return z
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
+class _Sum(NamedTuple):
     """A statistic summed over units."""
 
-    count: int = 0
-    total: float = 0.0
-    honest: float = 0.0
-    variance: float = 0.0
+    num_units: int
+    total: float
+    honest: float
+    variance: float
 
     @classmethod
     def of(cls, units: Sequence[Measured], calibrated: CalibratedStatistic) -> "_Sum":
         return cls(
-            count=len(units),
+            num_units=len(units),
             total=sum(unit.value for unit in units),
             honest=sum(calibrated.moments(unit.size).mean for unit in units),
             variance=sum(calibrated.variance(unit.size) for unit in units),
         )
 
-    def __add__(self, other: "_Sum") -> "_Sum":
-        return _Sum(
-            self.count + other.count,
-            self.total + other.total,
-            self.honest + other.honest,
-            self.variance + other.variance,
-        )
+    @classmethod
+    def over(cls, parts: Iterable["_Sum"]) -> "_Sum":
+        return cls(*map(sum, zip(*parts, strict=True)))
 
 
 def _z(prompts: Sequence[_Sum], honest: Statistic) -> float:
     variance = honest.inflation * sum(one.variance for one in prompts)
-    variance += honest.prompt_variance * sum(one.count**2 for one in prompts)
+    variance += honest.prompt_variance * sum(one.num_units**2 for one in prompts)
     return sum(one.total - (1 + MARGIN) * one.honest for one in prompts) / math.sqrt(variance)
 
 
@@ -339,7 +319,7 @@ def _score(
     calibrated: CalibratedStatistic, where: str, prompts: Sequence[_Sum], *, num_rows: int, looks: int
 ) -> Score:
     """Returns the score of some sums. `looks` is the number of rows this is the worst of; they share the rate."""
-    found, tails = sum(prompts, _Sum()), calibrated.honest.tails
+    found, tails = _Sum.over(prompts), calibrated.honest.tails
     z = _z(prompts, calibrated.honest)
     return Score(
         statistic=calibrated.name,
@@ -353,7 +333,7 @@ def _score(
             bound_for(tails, num_rows, CERTAIN / looks),
             outlier_bound(tails[0], OUTLIER / looks, num_rows=num_rows),
         ),
-        mean=found.total / found.count,
-        honest_mean=found.honest / found.count,
+        mean=found.total / found.num_units,
+        honest_mean=found.honest / found.num_units,
         standard=standard_score(tails, num_rows, z) if looks == 1 else None,
     )

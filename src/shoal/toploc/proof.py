@@ -66,7 +66,23 @@ def check_format(
     if len(proofs) != len(num_states):
         raise ValueError(f"{len(proofs)} rows of proofs for {len(num_states)} rows of states")
     for row, (proof, count) in enumerate(zip(proofs, num_states, strict=True)):
-        _check_row(proof, count, row=row, hidden_size=hidden_size, topk=topk, segment_tokens=segment_tokens)
+        wanted = expected_bytes(count, topk=topk, segment_tokens=segment_tokens)
+        if len(proof) != wanted:
+            raise ProofError(f"{len(proof)} bytes of proof for {count} states, expected {wanted}", row)
+        if not proof:
+            continue
+        table = unpack(proof, topk)
+        if (table[:, 1:] >= PRIME).any():
+            raise ProofError(f"a coefficient is {int(table[:, 1:].max())}, must be below {PRIME}", row)
+        lengths = np.full(len(table), segment_tokens)
+        lengths[-1] = count - segment_tokens * (len(table) - 1)
+        # An index below 65497 is its own residue, so a segment that small has one possible modulus.
+        lowest = np.where(lengths * hidden_size <= PRIME, PRIME, modulus_floor(topk))
+        for segment in np.flatnonzero((table[:, 0] > PRIME) | (table[:, 0] < lowest)):
+            raise ProofError(
+                f"segment {segment} has modulus {table[segment, 0]}, must be {lowest[segment]} to {PRIME}",
+                row,
+            )
 
 
 def unpack(proof: bytes, topk: int) -> npt.NDArray[np.uint16]:
@@ -112,27 +128,3 @@ def _search_modulus(indices_K: npt.NDArray[np.int64]) -> int:
 def no_modulus(topk: int) -> str:
     """Returns the error message for indices that no modulus separates."""
     return f"no modulus above {SEARCH_FLOOR} separates these {topk} indices"
-
-
-def _check_row(
-    proof: bytes, num_states: int, *, row: int, hidden_size: int, topk: int, segment_tokens: int
-) -> None:
-    wanted = expected_bytes(num_states, topk=topk, segment_tokens=segment_tokens)
-    if len(proof) != wanted:
-        raise ProofError(f"{len(proof)} bytes of proof for {num_states} states, expected {wanted}", row)
-    if not proof:
-        return
-    table = unpack(proof, topk)
-    if (table[:, 1:] >= PRIME).any():
-        raise ProofError(f"a coefficient is {int(table[:, 1:].max())}, must be below {PRIME}", row)
-    lengths = np.full(len(table), segment_tokens)
-    lengths[-1] = num_states - segment_tokens * (len(table) - 1)
-    # An index below 65497 is its own residue, so a segment that small has one possible modulus.
-    lowest = np.where(lengths * hidden_size <= PRIME, PRIME, modulus_floor(topk))
-    bad = np.flatnonzero((table[:, 0] > PRIME) | (table[:, 0] < lowest))
-    if len(bad):
-        segment = int(bad[0])
-        raise ProofError(
-            f"segment {segment} has modulus {int(table[segment, 0])}, must be {int(lowest[segment])} to {PRIME}",
-            row,
-        )

@@ -67,7 +67,7 @@ def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
 
 def wrong_computation(segment: SegmentCheck, tolerances: Tolerances, noise: Noise | None) -> str | None:
     """Returns in words which statistic is beyond its tolerance. If the calibration knows this size: that half the points are wrong."""
-    factor, wrong = tolerance_factor(segment), wrong_points(segment)
+    factor, wrong = tolerance_factor(segment), segment.wrong_points
     known = judges_alone(noise, "mismatches", segment.num_values)
     allowed = factor * tolerances.exponent_mismatches
     allowed = max(HALF * segment.num_points, allowed) if known else allowed
@@ -85,8 +85,3 @@ def wrong_computation(segment: SegmentCheck, tolerances: Tolerances, noise: Nois
 def tolerance_factor(segment: SegmentCheck) -> float:
     """Returns the factor for a segment's tolerances: the top-k of few values includes small ones, which are noisier."""
     return 1 + FEW_VALUES * segment.num_points / segment.num_values
-
-
-def wrong_points(segment: SegmentCheck) -> int:
-    """Counts a flipped sign as a wrong exponent. The published rule ignores signs, but honest noise never flips one."""
-    return segment.exponent_mismatches + segment.sign_mismatches

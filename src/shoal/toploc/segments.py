@@ -48,10 +48,6 @@ _NUM_DRAWN, _NUM_DRAWN_SHORT = 192, 512
 """Random indices drawn to find MAX_CONTROLS small values. Nearly all values of a full segment are small enough, and less
 than half of a short segment's."""
 
-AT_LAST_PLACE, NO_POINT = 1 << 16, 1 << 17
-WRONG_EXPONENT, WRONG_SIGN = 1 << 8, 1 << 7
-"""Flags that rank points: the best come first, and points above the K-th largest magnitude before points equal to it."""
-
 
 class SegmentCheck(NamedTuple):
     """The statistics of one segment. A tuple, because a check of 64 rows creates 2,048 of them while a device waits.
@@ -80,6 +76,11 @@ class SegmentCheck(NamedTuple):
     constant: bool
     """Whether the polynomial is a constant, which can be made without any states."""
 
+    @property
+    def wrong_points(self) -> int:
+        """Exponent and sign mismatches. The published rule ignores signs, but honest noise never flips one."""
+        return self.exponent_mismatches + self.sign_mismatches
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
@@ -104,21 +105,16 @@ class SegmentBatch:
         return np.full(len(self.places), self.num_values) if self.padded_sizes is None else self.padded_sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _SegmentRun:
-    """Consecutive segments of one row that have one size."""
-
-    row: int
-    first: int
-    values_SN: Tensor
+_Run = tuple[list[Place], Tensor]
+"""Consecutive segments of one size: their places, and their values as [S, N]."""
 
 
 def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
     """Yields every segment of every row, in batches of one size."""
-    by_size: dict[int, list[_SegmentRun]] = {}
+    by_size: dict[int, list[_Run]] = {}
     for row, states in enumerate(states_list):
-        for run in _segment_runs(states, row, segment_tokens):
-            by_size.setdefault(run.values_SN.shape[1], []).append(run)
+        for run in _runs(states, row, segment_tokens):
+            by_size.setdefault(run[1].shape[1], []).append(run)
     for size, runs in by_size.items():
         batch = SegmentBatch([], [])
         for places, tensor in _stack(runs, max(1, min(BATCH, TENSOR_VALUES // size))):
@@ -182,25 +178,22 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
     return np.concatenate(indices), bits_SK
 
 
-def candidate_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Candidates, Bits, Bits]:
-    """Returns all values that could be in the top-k, their [S, W] bit patterns, and the [S, C] ones at the given columns."""
+def candidate_points(batch: SegmentBatch, topk: int, columns_C: Indices) -> tuple[Candidates, Bits, Bits]:
+    """Returns all values that could be in the top-k, their [S, W] bit patterns, and the [S, C] ones at the given columns.
+
+    For segments of one size in host memory.
+    """
     check_size(batch, topk)
     search = TopSearch(topk)
     found: list[Candidates] = []
     bits: list[Bits] = []
     at_columns: list[Bits] = []
-    start = 0
+    columns = torch.from_numpy(columns_C)
     for tensor in batch.tensors:  # gather everything from a tensor while it is in cache
-        if tensor.device.type == "cpu" and batch.sizes_S is None:
-            candidates = search.candidates(tensor)
-        else:
-            candidates = _device_candidates(tensor, topk, batch.sizes_S)
-        indices_SW = torch.from_numpy(candidates.indices_SW).to(tensor.device)
-        columns = torch.from_numpy(columns_SC[start : start + len(tensor)]).to(tensor.device)
-        bits.append(_to_bits(torch.gather(tensor, 1, indices_SW)))
-        at_columns.append(_to_bits(torch.gather(tensor, 1, columns)))
+        candidates = search.candidates(tensor)
+        bits.append(_to_bits(torch.gather(tensor, 1, torch.from_numpy(candidates.indices_SW))))
+        at_columns.append(_to_bits(tensor.index_select(1, columns)))
         found.append(candidates)
-        start += len(tensor)
     candidates = Candidates(
         stack_padded([part.indices_SW for part in found]), np.concatenate([part.num_S for part in found])
     )
@@ -219,27 +212,29 @@ def stack_padded(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
     return joined
 
 
-def _segment_runs(states: Tensor, row: int, segment_tokens: int) -> Iterator[_SegmentRun]:
+def _runs(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Run]:
+    """Yields the full segments of a row, and the shorter one at its end."""
     check_states(states, row)
     num_full, rest = divmod(len(states), segment_tokens)
     if num_full:
-        yield _SegmentRun(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
+        full = states[: num_full * segment_tokens].detach().reshape(num_full, -1)
+        yield [(row, segment) for segment in range(num_full)], full
     if rest:
-        yield _SegmentRun(row, num_full, states[-rest:].detach().reshape(1, -1))
+        yield [(row, num_full)], states[-rest:].detach().reshape(1, -1)
 
 
-def _stack(runs: Iterable[_SegmentRun], at_once: int) -> Iterator[tuple[list[Place], Tensor]]:
+def _stack(runs: Iterable[_Run], at_once: int) -> Iterator[_Run]:
     """Yields the segments of all runs in tensors of up to `at_once` segments."""
     places: list[Place] = []
     parts: list[Tensor] = []
-    for run in runs:
-        for start in range(0, len(run.values_SN), at_once):
-            part = run.values_SN[start : start + at_once]
-            if len(places) + len(part) > at_once:
+    for run_places, values_SN in runs:
+        for start in range(0, len(values_SN), at_once):
+            some = slice(start, start + at_once)
+            if len(places) + len(run_places[some]) > at_once:
                 yield places, _joined(parts)
                 places, parts = [], []
-            places.extend((run.row, run.first + start + index) for index in range(len(part)))
-            parts.append(part.to(torch.bfloat16))
+            places += run_places[some]
+            parts.append(values_SN[some].to(torch.bfloat16))
     yield places, _joined(parts)
 
 
@@ -250,14 +245,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def device_indices(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Tensor:
     """Returns [S, K] indices of the largest magnitudes; ties are resolved by the device's torch.topk."""
     return torch.topk(magnitudes(values_SN, sizes_S), topk, dim=1, sorted=False).indices
-
-
-def _device_candidates(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Candidates:
-    """Finds the candidates on a device. Ties beyond the next DEVICE_SURPLUS values are left out."""
-    magnitudes_SN = magnitudes(values_SN, sizes_S)
-    top = torch.topk(magnitudes_SN, min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1)
-    num_S = (top.values >= top.values[:, topk - 1 : topk]).sum(dim=1)
-    return Candidates(top.indices.cpu().numpy(), num_S.cpu().numpy())
 
 
 def magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
@@ -305,16 +292,17 @@ def unprovable(place: Place, *, all_zero: bool) -> ProofError:
 
 
 def segment_checks(columns: Sequence[Column], topk: int) -> list[SegmentCheck]:
-    """Returns one SegmentCheck per segment. `columns` are its fields except num_points, in order, one value per segment."""
-    sizes, *others, constants = columns
-    constants = constants & (topk > 1)
-    numbers = (column.tolist() for column in (*others, constants))
-    return list(map(SegmentCheck._make, zip(sizes.tolist(), repeat(topk), *numbers, strict=False)))
+    """Returns one SegmentCheck per segment. `columns` are its fields except num_points, in order, one number per segment."""
+    *numbers, constant = columns
+    kinds = (int, int, float, float, float, int, int, int)
+    sizes, *others = (column.astype(kind).tolist() for column, kind in zip(numbers, kinds, strict=True))
+    others.append(((constant > 0) & (topk > 1)).tolist())
+    return list(map(SegmentCheck._make, zip(sizes, repeat(topk), *others, strict=False)))
 
 
 def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:
     """Returns [S, C] random control points per segment, and a mask, because some sizes have fewer."""
-    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_of = {int(size): control_columns(size, topk, rng) for size in np.unique(sizes_S)}
     columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
     valid_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
     for size, columns_C in columns_of.items():
@@ -324,7 +312,7 @@ def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tup
     return columns_SC, valid_SC
 
 
-def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
+def control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
     """Draws random indices for all segments of a size, below every modulus, so that each is its own residue.
 
     A polynomial has the same value at an index and at its residue, so no others are needed.

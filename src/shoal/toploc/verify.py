@@ -13,28 +13,22 @@ S segments, K top-k, W candidates for the top-k, C control points.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from shoal.toploc import device
 from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
+from shoal.toploc.points import best_points, compare_points, control_hits, usable_controls
 from shoal.toploc.proof import check_format, collisions, num_segments, unpack
 from shoal.toploc.search import Indices
 from shoal.toploc.segments import (
-    AT_LAST_PLACE,
     BATCH,
-    MANTISSA_BOUND,
-    MAX_CONTROLS,
-    NO_MATCH,
-    NO_POINT,
-    WRONG_EXPONENT,
-    WRONG_SIGN,
     Bits,
-    Mask,
     Place,
     SegmentBatch,
     SegmentCheck,
@@ -42,13 +36,11 @@ from shoal.toploc.segments import (
     candidate_points,
     check_collisions,
     check_states,
-    control_points,
+    control_columns,
     padded_batches,
     segment_checks,
     stack_padded,
 )
-
-Floats = npt.NDArray[np.float64]
 
 
 def verify_proofs(
@@ -127,8 +119,7 @@ def _check_on_host(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _SegmentPoints:
+class _SegmentPoints(NamedTuple):
     """What a check needs of the states of some segments."""
 
     places: list[Place]
@@ -138,6 +129,8 @@ class _SegmentPoints:
     indices_SW: Indices
     num_S: Indices
     true_SW: Bits
+    last_S: Bits
+    """The K-th largest magnitude."""
     hits_S: Indices
     controls_S: Indices
 
@@ -145,27 +138,26 @@ class _SegmentPoints:
 def _gather_points(
     batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator
 ) -> _SegmentPoints:
-    sizes_S = batch.host_sizes
-    columns_SC, valid_SC = control_points(sizes_S, topk, rng)
-    claimed_SC = np.zeros(columns_SC.shape, dtype=np.uint16)
-    for size in np.unique(sizes_S):
-        of_size = sizes_S == size
-        columns_C = columns_SC[of_size][0][valid_SC[of_size][0]]
-        claimed_SC[of_size, : len(columns_C)] = evaluate_everywhere(lines_SK[of_size, 1:], columns_C)
-    candidates, true_SW, control_SC = candidate_points(batch, topk, columns_SC)
+    columns_C = control_columns(batch.num_values, topk, rng)
+    claimed_SC = evaluate_everywhere(lines_SK[:, 1:], columns_C)
+    candidates, true_SW, control_SC = candidate_points(batch, topk, columns_C)
     is_point_SW = np.arange(true_SW.shape[1]) < candidates.num_S[:, None]
-    usable_SC = _usable(control_SC, valid_SC, _last_place(true_SW, is_point_SW))
+    last_S = np.where(is_point_SW, true_SW & 0x7FFF, np.uint16(0x7FFF)).min(axis=1)
+    control = _words(control_SC)
+    usable_SC = usable_controls(control, _words(last_S)[:, None])
+    hits_S = control_hits(
+        _words(claimed_SC), control, usable_SC, _words(true_SW), torch.from_numpy(is_point_SW)
+    )
     return _SegmentPoints(
         places=batch.places,
-        sizes_S=sizes_S,
+        sizes_S=batch.host_sizes,
         lines_SK=lines_SK,
         indices_SW=candidates.indices_SW,
         num_S=candidates.num_S,
         true_SW=true_SW,
-        hits_S=_control_hits(
-            claimed_SC, control_SC, usable_SC, np.where(is_point_SW, true_SW, true_SW[:, :1])
-        ),
-        controls_S=usable_SC.sum(axis=1),
+        last_S=last_S,
+        hits_S=hits_S.numpy(),
+        controls_S=usable_SC.sum(1).numpy(),
     )
 
 
@@ -184,26 +176,24 @@ def _group(points: Iterable[_SegmentPoints]) -> Iterator[_SegmentPoints]:
 def _joined(parts: list[_SegmentPoints]) -> _SegmentPoints:
     if len(parts) == 1:
         return parts[0]
-    return _SegmentPoints(
-        places=[place for part in parts for place in part.places],
-        sizes_S=np.concatenate([part.sizes_S for part in parts]),
-        lines_SK=np.concatenate([part.lines_SK for part in parts]),
-        indices_SW=stack_padded([part.indices_SW for part in parts]),
-        num_S=np.concatenate([part.num_S for part in parts]),
-        true_SW=stack_padded([part.true_SW for part in parts]),
-        hits_S=np.concatenate([part.hits_S for part in parts]),
-        controls_S=np.concatenate([part.controls_S for part in parts]),
-    )
+    places, *columns = zip(*parts, strict=True)
+    arrays = (stack_padded(one) if one[0].ndim == 2 else np.concatenate(one) for one in columns)
+    return _SegmentPoints(list(chain(*places)), *arrays)
 
 
 def _check(points: _SegmentPoints, topk: int) -> list[SegmentCheck]:
     moduli_S = points.lines_SK[:, 0].astype(np.int64)
-    _check_moduli(points.indices_SW[:, :topk], moduli_S, points.places, topk)
+    indices_SK = points.indices_SW[:, :topk]
+    if moduli_S.min() < PRIME or indices_SK.max() >= PRIME:  # smaller indices are their own residues
+        check_collisions(collisions(indices_SK, moduli_S), moduli_S, points.places, topk)
     coefficients_SK = points.lines_SK[:, 1:]
     claimed_SW = evaluate(coefficients_SK, points.indices_SW % moduli_S[:, None])
+    is_point_SW = torch.from_numpy(np.arange(claimed_SW.shape[1]) < points.num_S[:, None])
+    last_S1 = _words(points.last_S)[:, None]
+    rank_SK = best_points(_words(claimed_SW), _words(points.true_SW), is_point_SW, last_S1)[:, :topk]
     columns = (
         points.sizes_S,
-        *_compare(_best(claimed_SW, points.true_SW, points.num_S, topk)),
+        *(column.numpy() for column in compare_points(rank_SK)),
         points.hits_S,
         points.controls_S,
         np.count_nonzero(coefficients_SK[:, 1:], axis=1) == 0,
@@ -211,78 +201,6 @@ def _check(points: _SegmentPoints, topk: int) -> list[SegmentCheck]:
     return segment_checks(columns, topk)
 
 
-def _check_moduli(indices_SK: Indices, moduli_S: Indices, places: list[Place], topk: int) -> None:
-    if moduli_S.min() == PRIME and indices_SK.max() < PRIME:
-        return
-    check_collisions(collisions(indices_SK, moduli_S), moduli_S, places, topk)
-
-
-def _last_place(true_SW: Bits, is_point_SW: Mask) -> Bits:
-    """Returns the K-th largest magnitude of each segment, as a bit pattern."""
-    last_S: Bits = np.where(is_point_SW, true_SW & 0x7FFF, np.uint16(0x7FFF)).min(axis=1)
-    return last_S
-
-
-def _usable(control_SC: Bits, valid_SC: Mask, last_S: Bits) -> Mask:
-    """Selects up to MAX_CONTROLS control points per segment, of at most half the smallest top-k magnitude.
-
-    Half, because the prover's hardware may order near-equal values differently, but never by a factor of two.
-    """
-    # One exponent step is a factor of two, and bit patterns without the sign are ordered like magnitudes.
-    bar_S = np.maximum(last_S, 0x80) - np.uint16(0x80)
-    small_SC: Mask = valid_SC & ((control_SC & 0x7FFF) <= bar_S[:, None])
-    return small_SC & (np.cumsum(small_SC, axis=1, dtype=np.uint16) <= MAX_CONTROLS)
-
-
-def _best(claimed_SW: Bits, true_SW: Bits, num_S: Indices, topk: int) -> npt.NDArray[np.uint32]:
-    """Returns the [S, K] best points, each ranked by one number made of exponent, sign and mantissa error."""
-    is_point_SW = np.arange(true_SW.shape[1]) < num_S[:, None]
-    at_last_SW = (true_SW & 0x7FFF) == _last_place(true_SW, is_point_SW)[:, None]
-    differ_SW = claimed_SW ^ true_SW
-    claimed_mantissa_SW, mantissa_SW = claimed_SW & 0x7F, true_SW & 0x7F
-    rank_SW = np.maximum(claimed_mantissa_SW, mantissa_SW) - np.minimum(claimed_mantissa_SW, mantissa_SW)
-    rank_SW = rank_SW.astype(np.uint32)
-    rank_SW += np.uint32(WRONG_SIGN) * (differ_SW >= 0x8000)
-    rank_SW += np.uint32(WRONG_EXPONENT) * ((differ_SW & 0x7F80) != 0)
-    rank_SW += np.uint32(AT_LAST_PLACE) * at_last_SW
-    rank_SW[~is_point_SW] = NO_POINT
-    best_SK: npt.NDArray[np.uint32] = np.sort(rank_SW, axis=1)[:, :topk]
-    return best_SK
-
-
-def _compare(
-    rank_SK: npt.NDArray[np.uint32],
-) -> tuple[Indices, Floats, Floats, Floats, Indices]:
-    """Returns exponent mismatches; mean, upper median and bounded mean of the mantissa error; sign mismatches."""
-    agree_SK = (rank_SK & WRONG_EXPONENT) == 0
-    num_S = agree_SK.sum(axis=1)
-    error_SK = (rank_SK & 0x7F).astype(np.uint16)
-    agreeing_SK = error_SK * agree_SK
-    divisor_S = np.maximum(num_S, 1)
-    mean_S = np.where(num_S > 0, agreeing_SK.sum(axis=1) / divisor_S, NO_MATCH)
-    bounded_S = np.where(
-        num_S > 0, np.minimum(agreeing_SK, MANTISSA_BOUND).sum(axis=1) / divisor_S, MANTISSA_BOUND
-    )
-    # Points that disagree are sorted last, so element n // 2 is the upper median of the n that agree.
-    sorted_SK = np.sort(np.where(agree_SK, error_SK, np.uint16(0xFFFF)), axis=1)
-    middle_S = np.minimum(num_S // 2, sorted_SK.shape[1] - 1)
-    median_S = np.where(
-        num_S > 0, sorted_SK[np.arange(len(sorted_SK)), middle_S].astype(np.float64), NO_MATCH
-    )
-    signs_S = (agree_SK & ((rank_SK & WRONG_SIGN) != 0)).sum(axis=1)
-    return agree_SK.shape[1] - num_S, mean_S, median_S, bounded_S, signs_S
-
-
-def _control_hits(claimed_SC: Bits, true_SC: Bits, usable_SC: Mask, top_SW: Bits) -> Indices:
-    """Counts usable control points that claim the true exponent, or one found among the top-k."""
-    among_top_SE = np.zeros((len(top_SW), 256), dtype=np.bool_)
-    lines_S1 = np.arange(len(top_SW))[:, None]
-    among_top_SE[lines_S1, _exponents(top_SW)] = True
-    plausible_SC = among_top_SE[lines_S1, _exponents(claimed_SC)]
-    right_SC = ((claimed_SC ^ true_SC) & 0x7F80) == 0
-    hits_S: Indices = (usable_SC & (plausible_SC | right_SC)).sum(axis=1)
-    return hits_S
-
-
-def _exponents(bits: Bits) -> Indices:
-    return ((bits & 0x7F80) >> 7).astype(np.int64)
+def _words(bits: Bits) -> Tensor:
+    """Returns bit patterns as points.py needs them: torch computes little with 16 bits without sign."""
+    return torch.from_numpy(bits.astype(np.int32))

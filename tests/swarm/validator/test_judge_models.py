@@ -126,6 +126,12 @@ def test_rewards_are_scores_and_an_answer_without_one_earns_nothing(models: Path
         judge_answers(task, [Answer(problem, "5", 1)], device="cpu", stop=stop)
 
 
+def test_a_judge_without_room_for_a_prompt_blames_no_answer(models: Path, tmp_path: Path) -> None:
+    task = task_of(judged_spec(tmp_path, models / "judge", judge_tokens=1 << 16))
+    with pytest.raises(CannotGrade, match="lower judge_tokens"):
+        judge_answers(task, [Answer(task.problem("train", 0), "5", 1)], device="cpu")
+
+
 ROLES = {
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n",
     "DeepSeek": "{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>",

@@ -100,7 +100,10 @@ def test_a_worker_that_stops_without_a_stop_string_is_refused(model: Path, reade
     )
     cut = replace(row, output_tokens=row.output_tokens[:-1], logprobs=row.logprobs[:-1])
     wrong = replace(row, finish=Finish.LENGTH)
-    for lie, words in ((cut, "its text has no stop string"), (wrong, "but it ends on a stop string")):
+    for lie, words in (
+        (cut, "without an end token or a stop string"),
+        (wrong, "its last token makes it STOP"),
+    ):
         rows = tuple(lie if place == index else one for place, one in enumerate(table.rows))
         verdict = judged(replace(table, rows=rows), model, reader)
         assert (verdict.code, words in verdict.detail) == ("reject.early_stop", True), verdict

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.swarm.validator.table_reader import CPU_S, ReaderFailed, TableReader, extra_cpu_s
+from shoal.swarm.validator.table_reader import (
+    CPU_S,
+    BadReply,
+    ReaderFailed,
+    TableReader,
+    decode_reply,
+    encode_table,
+    extra_cpu_s,
+)
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import FORMAT, SCHEMA, Finish, Rollout, RolloutTable, TableLimits, encode
 
@@ -227,3 +236,36 @@ def test_a_child_that_cannot_start_is_the_readers_failure() -> None:
         reader.read(encode(TABLE), LIMITS)
     with pytest.raises(ReaderFailed, match="before its first request"), reader:
         pass
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[" * 100_000,
+        b'{"num_rows": Infinity}',
+        b'{"num_rows": 1}',
+        b'{"code": "accepted", "detail": ""}',
+        b"{}",
+    ],
+)
+def test_a_child_that_was_taken_over_cannot_end_the_validator(head: bytes) -> None:
+    with pytest.raises(BadReply):
+        decode_reply(head + b"\n", LIMITS)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        replace(TABLE, rows=(replace(rollout(), output_tokens=(), logprobs=()),)),
+        replace(TABLE, rows=(rollout(length=LIMITS.max_output_tokens + 1),)),
+        replace(TABLE, rows=(replace(rollout(), prompt_tokens=(1,) * (LIMITS.max_prompt_tokens + 1)),)),
+        replace(TABLE, rows=(replace(rollout(), proof=bytes(LIMITS.max_proof_bytes + 1)),)),
+        replace(TABLE, rows=TABLE.rows[::-1]),
+        replace(TABLE, made_by="x" * 1000),
+        replace(TABLE, replay="anything"),
+    ],
+)
+def test_a_child_that_was_taken_over_cannot_send_a_table_that_no_file_may_have(table: RolloutTable) -> None:
+    assert decode_reply(encode_table(TABLE), LIMITS) == TABLE
+    with pytest.raises(BadReply):
+        decode_reply(encode_table(table), LIMITS)

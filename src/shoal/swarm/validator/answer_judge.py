@@ -22,7 +22,7 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.model.transformers_model import TransformersModel
 from shoal.net.waiting import Stopped
 from shoal.tasks.datasets.file_options import unpacked_folder
-from shoal.tasks.datasets.judged_answers import JudgedAnswers, ScoreReader, check_judge_folder
+from shoal.tasks.datasets.judged_answers import JudgedAnswers, check_judge_folder
 from shoal.tasks.grading.pool import Answer, grading_pool
 from shoal.tasks.task import THOUGHT_END, UNPARSEABLE, CannotGrade, Reward
 
@@ -57,16 +57,13 @@ class JudgeModel:
 
         An answer without a reply, one that contains a special token of the judge, and one that is too long for it get reward 0.
         """
-        found: dict[int, Judgement] = {}
-        prompts: dict[int, list[int]] = {}
-        for place, answer in enumerate(answers):
-            prompt = self._prompt(task, answer)
-            if isinstance(prompt, str):
-                found[place] = Judgement(UNPARSEABLE, prompt)
-            else:
-                prompts[place] = prompt
+        if task.judge_tokens >= (most := self._model.shape.max_positions):
+            raise CannotGrade(
+                f"judge_tokens = {task.judge_tokens} leave no room for a prompt in the judge's {most} positions; lower judge_tokens"
+            )
+        prompts = [self._prompt(task, answer) for answer in answers]
         # The samples of a prompt often have the same text: each is judged once.
-        asked = list(dict.fromkeys(tuple(prompt) for prompt in prompts.values()))
+        asked = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, tuple)))
         written = generate_greedily(
             self._model,
             asked,
@@ -77,14 +74,20 @@ class JudgeModel:
         texts = {
             prompt: self._tokenizer.decode(tokens) for prompt, tokens in zip(asked, written, strict=True)
         }
-        places = list(prompts)
-        judged = [Answer(answers[place].problem, texts[tuple(prompts[place])], 0) for place in places]
-        rewards = grading_pool().grade(ScoreReader(task), judged, stop=stop) if judged else []
-        for place, one, reward in zip(places, judged, rewards, strict=True):
-            found[place] = Judgement(reward, one.text[-MAX_TEXT:])
-        return [found[place] for place in range(len(answers))]
+        judged = [
+            Answer(answer.problem, texts[prompt], 0)
+            for answer, prompt in zip(answers, prompts, strict=True)
+            if isinstance(prompt, tuple)
+        ]
+        rewards = iter(grading_pool().grade(task.score_reader(), judged, stop=stop) if judged else [])
+        return [
+            Judgement(next(rewards), texts[prompt][-MAX_TEXT:])
+            if isinstance(prompt, tuple)
+            else Judgement(UNPARSEABLE, prompt)
+            for prompt in prompts
+        ]
 
-    def _prompt(self, task: JudgedAnswers, answer: Answer) -> list[int] | str:
+    def _prompt(self, task: JudgedAnswers, answer: Answer) -> tuple[int, ...] | str:
         """Returns the tokens of the judge's prompt, or why the answer is not judged."""
         reply = answer.text
         if answer.thinks and THOUGHT_END not in reply:
@@ -102,7 +105,7 @@ class JudgeModel:
         longest = self._model.shape.max_positions - task.judge_tokens
         if len(tokens) > longest:
             return f"(not judged: the prompt has {len(tokens)} tokens, the judge takes {longest})"
-        return tokens
+        return tuple(tokens)
 
     def _encode(self, prompt: str) -> list[int]:
         try:

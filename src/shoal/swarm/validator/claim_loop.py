@@ -32,7 +32,7 @@ from shoal.swarm.validator.answer_judge import load_judge
 from shoal.swarm.validator.decode_replay import DecodeReplay
 from shoal.swarm.validator.judge import judge_many, refuse_claim
 from shoal.swarm.validator.loaded_versions import LEAST_FETCH_S, LoadedVersions, tokens_that_fit
-from shoal.swarm.validator.prefill import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck, Model
+from shoal.swarm.validator.prefill import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, make_task
 from shoal.tasks.datasets.file_options import run_digests, with_files_from
@@ -95,12 +95,6 @@ class ValidatorConfig:
     """Seconds to try for a policy version before its submissions are void. None: 120, or more for a large model."""
     deadline_s: float = 900.0
     """Seconds to wait for the coordinator before giving up."""
-
-    def tokens_at_once(self, model: Model) -> int:
-        """Returns the tokens of one prefill with this model, loaded on the configured device."""
-        if self.batch_tokens is not None:
-            return self.batch_tokens
-        return tokens_that_fit(model, self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
@@ -337,10 +331,11 @@ class Validator:
             self._info = self._ask_info()  # the calibration may have been repeated
         try:
             policy = self.versions.get(first.policy_version, first.lease, first.relays, first.origin)
+            fitting = self._config.batch_tokens or tokens_that_fit(policy.decoder, self._config.most_tokens)
             for found in judge_many(
                 submissions,
                 self._spec_with_files(),
-                replace(policy, batch_tokens=self._config.tokens_at_once(policy.decoder)),
+                replace(policy, batch_tokens=fitting),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.files import is_out_of_memory
+from shoal.swarm.validator.fact_checks import Evidence
 from shoal.swarm.validator.format_checks import where
 from shoal.swarm.validator.prefill import LoadedPolicy
 from shoal.wire.codes import UNCERTAIN, Rejected
@@ -29,7 +30,6 @@ from shoal.wire.rollouts import Rollout, RolloutTable
 
 MAX_ROWS = 4096
 """Most rows at once that a replay uses; a worker could declare any number."""
-Evidence = dict[str, float | int | str]
 
 
 class ReplayEngine(Protocol):

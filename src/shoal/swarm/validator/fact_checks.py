@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shoal.swarm.validator.format_checks import where
 from shoal.toploc import Score, SegmentCheck, TokenBlock, judges_alone, noise_scores
-from shoal.toploc.segment_rules import HALF, forgery, tolerance_factor, wrong_computation, wrong_points
+from shoal.toploc.segment_rules import HALF, forgery, tolerance_factor, wrong_computation
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Finish, Rollout
@@ -30,6 +30,8 @@ from shoal.wire.run_spec import Tolerances
 
 BLOCK_TOKENS = 32
 """Tokens whose log-probs and draws are judged together."""
+Evidence = dict[str, float | int | str]
+"""The numbers behind a verdict, which the ledger keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +394,7 @@ def check_uncertain(
             allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * tolerance_factor(
                 segment
             )
-            if (wrong := wrong_points(segment)) > allowed:
+            if (wrong := segment.wrong_points) > allowed:
                 raise Rejected(
                     "void.uncertain",
                     f"{where(row)}, proof {number}: {wrong} of its exponents or signs differ, at most {allowed:.0f}",
@@ -407,14 +409,14 @@ def evidence(
     facts: Sequence[RowFacts],
     tolerances: Tolerances,
     scores: Sequence[Score] = (),
-) -> dict[str, float | int | str]:
+) -> Evidence:
     """Returns the numbers behind a verdict, which the ledger keeps. `z_NAME` are the standard scores over all rows, which the
     coordinator adds up over a node's life; `mean_NAME` and `honest_NAME` are the means over all rows, here and in the calibration."""
     segments = [segment for fact in facts for segment in fact.segments]
     mismatches, _ = _mismatches(facts)
     misses, _ = _draw_misses(facts, tolerances)
     far, _ = _far_draws(facts, tolerances)
-    numbers: dict[str, float | int | str] = {
+    numbers: Evidence = {
         "segments": len(segments),
         "exponent_mismatches_max": max((s.exponent_mismatches for s in segments), default=0),
         "exponent_mismatches_mean": mismatches / max(1, len(segments)),

@@ -168,33 +168,25 @@ def check_endings(
     for row in table.rows:
         if not ends.isdisjoint(row.output_tokens[:-1]):
             raise Rejected("reject.early_stop", f"{where(row)}: continues after an end token")
-        ended = row.output_tokens[-1] in ends
-        length = len(row.output_tokens)
-        stopped = stops(row.output_tokens)
+        length, stopped = len(row.output_tokens), stops(row.output_tokens)
         if stopped is not None and stopped < length:
             raise Rejected(
                 "reject.early_stop",
                 f"{where(row)}: has {length} tokens, but token {stopped} completes a stop string",
             )
-        if stopped is not None and not ended:
-            if row.finish is not Finish.STOP:
-                raise Rejected(
-                    "reject.early_stop",
-                    f"{where(row)}: is marked as finished by {row.finish.name}, but it ends on a stop string",
-                )
-            continue
-        if row.finish is Finish.STOP:
+        if row.output_tokens[-1] in ends:
+            finish = Finish.EOS
+        elif stopped is not None:
+            finish = Finish.STOP
+        elif length == max_new_tokens:
+            finish = Finish.LENGTH
+        else:
             raise Rejected(
                 "reject.early_stop",
-                f"{where(row)}: is marked as finished by STOP, but its text has no stop string",
+                f"{where(row)}: stops after {length} of {max_new_tokens} tokens without an end token or a stop string",
             )
-        if not ended and length != max_new_tokens:
+        if row.finish is not finish:
             raise Rejected(
                 "reject.early_stop",
-                f"{where(row)}: stops after {length} of {max_new_tokens} tokens without an end token",
-            )
-        if ended != (row.finish is Finish.EOS):
-            raise Rejected(
-                "reject.early_stop",
-                f"{where(row)}: is marked as finished by {row.finish.name}, but its last token is {row.output_tokens[-1]}",
+                f"{where(row)}: is marked as finished by {row.finish.name}, but its last token makes it {finish.name}",
             )

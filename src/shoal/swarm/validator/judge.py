@@ -25,6 +25,7 @@ from shoal.net.waiting import Stopped
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.answer_judge import judge_answers
 from shoal.swarm.validator.decode_replay import DecodeReplay
+from shoal.swarm.validator.fact_checks import Evidence
 from shoal.swarm.validator.path_checks import RefusedWithEvidence, check_by_paths, screen_many
 from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 from shoal.swarm.validator.recompute import RowsToCheck, recompute_many
@@ -297,7 +298,7 @@ def give_verdict(
     Raises GradingTimeout if grading takes too long before the proofs were checked.
     """
     claim, table = one.claim, one.table
-    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
+    evidence: Evidence = {"policy_version": claim.policy_version}
     if one.weights is not None:
         evidence["weights"] = one.weights  # the coordinator computes the credit by it
     try:
@@ -335,10 +336,15 @@ def give_verdict(
 
 def grading_evidence(
     one: OpenedSubmission, graded: tuple[Reward, ...], tokenizer: Tokenizer, took_s: float
-) -> dict[str, float | int | str]:
-    """Returns what a verdict says of the grades: counts, time, the judge, and a sample."""
+) -> Evidence:
+    """Returns what a verdict says of the grades: right and unparseable answers (the others are wrong), time, the judge, and a sample."""
     claim, table = one.claim, one.table
-    evidence = count_outcomes(graded) | {"grade_s": round(took_s, 2)}
+    outcomes = Counter(reward.outcome for reward in graded)
+    evidence: Evidence = {
+        "right": outcomes[Outcome.RIGHT],
+        "unparseable": outcomes[Outcome.UNPARSEABLE],
+        "grade_s": round(took_s, 2),
+    }
     if claim.lease.purpose == "eval":
         evidence |= count_prompts(table, graded, tokenizer)
     if one.judgements:
@@ -404,15 +410,7 @@ def grade(
         raise CannotCheck(f"an answer could not be graded: {error}") from None
 
 
-def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
-    """Returns the number of right answers and of answers that could not be parsed; the others are wrong."""
-    outcomes = Counter(reward.outcome for reward in graded)
-    return {"right": outcomes[Outcome.RIGHT], "unparseable": outcomes[Outcome.UNPARSEABLE]}
-
-
-def count_prompts(
-    table: RolloutTable, graded: tuple[Reward, ...], tokenizer: Tokenizer
-) -> dict[str, float | int | str]:
+def count_prompts(table: RolloutTable, graded: tuple[Reward, ...], tokenizer: Tokenizer) -> Evidence:
     """Returns the number of prompts with a right answer, and of those whose most frequent answer is right.
 
     Of answers that are equally frequent, that of the lowest sample index counts.
@@ -442,7 +440,7 @@ def show_sample(
     claim: Claim,
     tokenizer: Tokenizer,
     problems: Sequence[Problem],
-) -> dict[str, float | int | str]:
+) -> Evidence:
     """Returns one answer as text for the run's page, or nothing for held-out problems: a worker could learn their answers from the page.
 
     The file's digest chooses the row, so that nobody can choose what is shown.
@@ -459,7 +457,7 @@ def show_sample(
     }
 
 
-def _refusal(claim: Claim, rejected: Rejected, evidence: dict[str, float | int | str]) -> Verdict:
+def _refusal(claim: Claim, rejected: Rejected, evidence: Evidence) -> Verdict:
     return Verdict(
         lease_id=claim.lease.lease_id, code=rejected.code, detail=rejected.detail, evidence=evidence
     )

@@ -39,6 +39,8 @@ WATCH_S = 5.0
 POLL_S = 0.1
 SLOWEST_BYTES_PER_S = 5e6
 """Rate that a fetch is given time for: a 32B model of 65 GB gets 3.6 hours."""
+_UNAVAILABLE = (CorruptData, Rejected, Refused, Unreachable, DeadlinePassed, ValueError, OSError)
+"""What fetching and reading a version raises if it cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +95,7 @@ class LoadedVersions:
                 folder = self._fetch(manifest, self._relays, self._client.stop)
                 policy = self._load(folder, manifest.body)
                 prune_versions(self._folder, KEEP_ON_DISK)
-        except (
-            CorruptData,
-            Rejected,
-            Refused,
-            DeadlinePassed,
-            ValueError,
-            OSError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
+        except (*_UNAVAILABLE, RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
             raise CannotCheck(f"policy version {version} is not available: {error}") from None
@@ -122,15 +115,7 @@ class LoadedVersions:
                 sealed = client.call("GET", f"/v1/policies/{newest}", None, Sealed[Manifest])
                 if self._fetch_before_claims(sealed, relays, client.stop):
                     done = newest
-            except (
-                CorruptData,
-                Rejected,
-                Refused,
-                Unreachable,
-                DeadlinePassed,
-                ValueError,
-                OSError,
-            ) as error:
+            except _UNAVAILABLE as error:
                 if str(error) != last_error:
                     last_error = str(error)
                     self._log.warning("a new version cannot be fetched ahead of time", reason=error)

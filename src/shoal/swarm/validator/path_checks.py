@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.swarm.validator import fact_checks
+from shoal.swarm.validator.fact_checks import Evidence
 from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, num_fed
 from shoal.swarm.validator.recompute import RowsToCheck, recompute_many
 from shoal.wire.codes import UNCERTAIN, Rejected
@@ -36,7 +37,7 @@ often: measured on a CPU, the check takes 6 to 9% longer for 32 rows, 3 to 4% fo
 class RefusedWithEvidence(Rejected):
     """A refusal with the numbers behind it."""
 
-    def __init__(self, rejected: Rejected, evidence: dict[str, float | int | str]) -> None:
+    def __init__(self, rejected: Rejected, evidence: Evidence) -> None:
         super().__init__(rejected.code, rejected.detail)
         self.evidence = evidence
 
@@ -48,7 +49,7 @@ def check_by_paths(
     spec: RunSpec,
     policy: LoadedPolicy,
     stop: threading.Event | None,
-) -> dict[str, float | int | str]:
+) -> Evidence:
     """Checks the facts with the noise of the declared compute class and returns the numbers behind the verdict.
 
     Work of a class that the calibration does not have is judged by the widest noise of all its pairs. If that refuses it,
@@ -159,7 +160,7 @@ def check_by_noise(
     facts: Sequence[fact_checks.RowFacts],
     spec: RunSpec,
     policy: LoadedPolicy,
-) -> dict[str, float | int | str]:
+) -> Evidence:
     """Checks the facts of one path. Returns the numbers, or raises RefusedWithEvidence."""
     rows = table.rows
     noise, about = _noise_for(table, claim, spec, policy)
@@ -174,13 +175,13 @@ def check_by_noise(
 
 def _noise_for(
     table: RolloutTable, claim: Claim, spec: RunSpec, policy: LoadedPolicy
-) -> tuple[Noise | None, dict[str, float | int | str]]:
+) -> tuple[Noise | None, Evidence]:
     """Returns the noise of the pair of compute classes, or of all pairs if it was not measured, and what the evidence says of it."""
     made_by, checked_by = table.made_by, str(policy.compute_class())
     calibration = spec.noise_of(claim.policy_version)
     of_all = calibration and calibration.at(claim.lease.sampling.temperature)
     noise = (of_all and of_all.of_pair(made_by, checked_by)) or of_all
-    about: dict[str, float | int | str] = {}
+    about: Evidence = {}
     if of_all is not None:
         about["calibrated_at"] = spec.calibrated_at(claim.policy_version)
     if made_by:

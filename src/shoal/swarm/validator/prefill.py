@@ -88,20 +88,16 @@ def num_fed(row: Rollout) -> int:
 
 def prefill(model: Model, rows: Sequence[Rollout], *, plain: bool = False) -> list[Tensor]:
     """Returns for each row the states that predict its output tokens, [T, H]."""
-    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-        return _prefill_by(model, rows, packed=not plain)
-
-
-def _prefill_by(model: Model, rows: Sequence[Rollout], *, packed: bool) -> list[Tensor]:
     end = max(num_fed(row) for row in rows)
     if end >= model.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens are more than the model's {model.shape.max_positions} positions")
-    if isinstance(model, TransformersModel):
-        return _prefill_padded(model, rows)
-    weight = model.model.norm.weight
-    if packed and supports_flash_attention(weight.device, weight.dtype):
-        return packed_states(model, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
-    return _prefill_cached(model, rows, end, weight.device)
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        if isinstance(model, TransformersModel):
+            return _prefill_padded(model, rows)
+        weight = model.model.norm.weight
+        if not plain and supports_flash_attention(weight.device, weight.dtype):
+            return packed_states(model, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
+        return _prefill_cached(model, rows, end, weight.device)
 
 
 def _prefill_padded(model: TransformersModel, rows: Sequence[Rollout]) -> list[Tensor]:

@@ -14,6 +14,7 @@ may have ended the first.
 import json
 import signal
 import sys
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +33,7 @@ from shoal.child_process import (
     serve,
 )
 from shoal.wire.codes import CODES, Rejected
-from shoal.wire.requirements import REPLAY_PATTERN
+from shoal.wire.requirements import CLASS_PATTERN, REPLAY_PATTERN
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits, decode, encode
 
 MAX_MEMORY_BYTES = 1_000_000_000
@@ -48,8 +49,6 @@ take 0.12 s."""
 WALL_S = 120.0
 """Seconds to wait for the child's answer."""
 ATTEMPTS = 2
-
-_LIMITS = ("max_rows", "max_prompt_tokens", "max_output_tokens", "max_proof_bytes")
 
 
 class ReaderFailed(RuntimeError):
@@ -97,7 +96,7 @@ class TableReader:
 
     def read(self, data: bytes, limits: TableLimits) -> RolloutTable:
         """Returns the table. Raises Rejected with the reason, or ReaderFailed."""
-        request = _line({name: getattr(limits, name) for name in _LIMITS}) + data
+        request = _line(asdict(limits)) + data
         for _ in range(ATTEMPTS):
             try:
                 reply = self.child.exchange(request, timeout_s=self._wall_s, attempts=ATTEMPTS)
@@ -208,7 +207,10 @@ def encode_table(table: RolloutTable) -> bytes:
 
 
 def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
-    """Returns the table. Raises Rejected if the child refused the file, BadReply if the reply is neither."""
+    """Returns the table. Raises Rejected if the child refused the file, BadReply if the reply is neither.
+
+    Everything that `wire.rollouts.decode` promises of a table is checked here again: a file may have taken over the child.
+    """
     try:
         head, body = _split(frame)
         if "code" in head:
@@ -216,24 +218,31 @@ def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
         num_rows = int(head["num_rows"])
         if not 0 <= num_rows <= limits.max_rows:
             raise BadReply(f"{num_rows} rows, at most {limits.max_rows}")
-        if (replay := str(head["replay"])) and not REPLAY_PATTERN.fullmatch(replay):
+        made_by, replay = str(head["made_by"]), str(head["replay"])
+        if made_by and not CLASS_PATTERN.fullmatch(made_by):
+            raise BadReply(f"compute class {made_by[:64]!r}")
+        if replay and not REPLAY_PATTERN.fullmatch(replay):
             raise BadReply(f"replay terms {replay[:64]!r}")
         return RolloutTable(
             lease_id=str(head["lease_id"]),
             policy_version=int(head["policy_version"]),
-            rows=_decode_rows(body, num_rows),
-            made_by=str(head["made_by"]),
+            rows=_decode_rows(body, num_rows, limits),
+            made_by=made_by,
             replay=replay,
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise BadReply(f"{type(error).__name__}: {error}") from None
 
 
-def _decode_rows(body: bytes, num_rows: int) -> tuple[Rollout, ...]:
+def _decode_rows(body: bytes, num_rows: int, limits: TableLimits) -> tuple[Rollout, ...]:
     cursor = _Cursor(body)
     numbers = cursor.array("<i4", 6 * num_rows).reshape(num_rows, 6)
-    if (numbers[:, 3:] < 0).any():
-        raise ValueError("a length is negative")
+    most = (limits.max_prompt_tokens, limits.max_output_tokens, limits.max_proof_bytes)
+    if (numbers[:, 3:] < (0, 1, 0)).any() or (numbers[:, 3:] > most).any():
+        raise ValueError("a length that the lease does not allow")
+    places = numbers[:, :2].tolist()
+    if places != sorted(places):
+        raise ValueError("rows are not sorted by prompt_index, sample_index")
     prompts = cursor.ragged("<i4", numbers[:, 3])
     outputs = cursor.ragged("<i4", numbers[:, 4])
     logprobs = cursor.ragged("<f4", numbers[:, 4])

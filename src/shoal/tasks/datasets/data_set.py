@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,18 @@ from shoal.tasks.task import Problem, Reward, Split, Task, check_style, check_wh
 from shoal.wire.run_spec import TaskSpec
 
 Style = Literal["chat", "direct", "bare"]
+
+ASK_NUMBER: dict[Style, str] = {
+    "chat": "{question}\nThink step by step, then give the answer as a number after ####.",
+    "direct": "{question} Reply with the number only.",
+    "bare": "Question: {question}\nAnswer:",
+}
+ASK_BOXED: dict[Style, str] = {
+    "chat": "{question}\nThink step by step, then put the final answer within \\boxed{}.",
+    "direct": "{question}\nReply with the final answer within \\boxed{} only.",
+    "bare": ASK_NUMBER["bare"],
+}
+"""Prompts by style."""
 
 SHOWN = 20
 """Maximum number of bad rows that an error lists."""
@@ -183,13 +196,12 @@ class DataSet:
         if self.eval_path:
             self._check_bad("eval_path", set())
             held_out = self.indices["eval_path"]
-            held_rows = self._short(held_out, np.arange(len(held_out)), {})
+            held_rows, held_keys = self._short(held_out, np.arange(len(held_out)), {}), held_out.keys
         else:
             held_out, held_rows = train, all_rows[train.held_out[all_rows]]
+            held_keys = train.keys[held_rows]
             all_rows = all_rows[~train.held_out[all_rows]]
-        asked = np.isin(train.keys[all_rows], held_out.keys)
-        if not self.eval_path:
-            asked = np.isin(train.keys[all_rows], held_out.keys[held_rows])
+        asked = np.isin(train.keys[all_rows], held_keys)
         left_out["asked in the held-out rows too"] = int(asked.sum())
         chosen = self._in_solve_rate(train, all_rows[~asked], left_out)
         return SplitRows(
@@ -245,6 +257,11 @@ class DataSet:
 
 
 _DATA_SET_FIELDS = frozenset(one.name for one in fields(DataSet))
+
+
+def plain_decimal(number: int | float) -> str:
+    """Formats 51.0 as `51`: without a needless decimal point, and never with an exponent."""
+    return f"{Decimal(repr(float(number))).normalize():f}"
 
 
 def object_in(value: Any, field: str) -> dict[str, Any]:

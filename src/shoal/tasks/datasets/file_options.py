@@ -8,20 +8,17 @@ digests. A trainer, validator or auditor downloads the bytes, checks the digest,
 """
 
 import hashlib
-import io
 import os
 import re
 import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
 from shoal.files import write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"
@@ -38,16 +35,19 @@ def is_file_option(name: str) -> bool:
     return name == "path" or name.endswith("_path")
 
 
-def file_digests(spec: TaskSpec) -> list[str]:
-    """Returns the SHA-256 digests of the files that the spec names by digest."""
-    found = (_ADDRESS.fullmatch(str(value)) for name, value in spec.options.items() if is_file_option(name))
-    return [match[1] for match in found if match]
+def file_digests(spec: TaskSpec) -> dict[str, str]:
+    """Returns the SHA-256 digests of the files that the spec names by digest, by option."""
+    return {
+        name: match[1]
+        for name, value in spec.options.items()
+        if is_file_option(name) and (match := _ADDRESS.fullmatch(str(value)))
+    }
 
 
 def run_digests(spec: RunSpec, *, to_grade: bool = True) -> list[str]:
     """Returns the digests of the files of all tasks of a run, each once; without `to_grade`, those that pose problems."""
     tasks = [task if to_grade else _without_graders(task) for task in spec.task_specs()]
-    return list(dict.fromkeys(digest for task in tasks for digest in file_digests(task)))
+    return list(dict.fromkeys(digest for task in tasks for digest in file_digests(task).values()))
 
 
 def _without_graders(spec: TaskSpec) -> TaskSpec:
@@ -66,22 +66,14 @@ def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:
 
 def file_names(spec: TaskSpec, folder: Path) -> dict[str, str]:
     """Returns the names of the files that a spec names by digest, by option; `folder` is that of `keep_files`."""
-    found = {
-        name: match[1]
-        for name, value in spec.options.items()
-        if is_file_option(name) and (match := _ADDRESS.fullmatch(str(value)))
-    }
-    paths = {name: folder / f"{digest}{_NAME}" for name, digest in found.items()}
+    paths = {name: folder / f"{digest}{_NAME}" for name, digest in file_digests(spec).items()}
     return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.exists()}
 
 
 def with_files_from(spec: TaskSpec, folder: Path) -> TaskSpec:
     """Returns the spec with the files in `folder` instead of digests."""
-    options = dict(spec.options)
-    for name, value in options.items():
-        if is_file_option(name) and (match := _ADDRESS.fullmatch(str(value))):
-            options[name] = str(folder / match[1])
-    return spec.model_copy(update={"options": options})
+    files = {name: str(folder / digest) for name, digest in file_digests(spec).items()}
+    return spec.model_copy(update={"options": spec.options | files})
 
 
 def checked_options(spec: TaskSpec) -> Options:
@@ -98,7 +90,7 @@ def checked_options(spec: TaskSpec) -> Options:
             raise ValueError(
                 f"task {spec.name!r}: {path} has SHA-256 {found}, but {name} is {value}; use the file with that digest"
             )
-    return {name: value for name, value in spec.options.items() if name not in wanted}
+    return without_digests(spec).options
 
 
 def without_digests(spec: TaskSpec) -> TaskSpec:
@@ -116,9 +108,9 @@ def digest_of(path: Path) -> str:
     """Returns the SHA-256 digest of a file, or of the tar file of a folder, in hexadecimal."""
     try:
         if path.is_dir():
-            hashing = _HashingWriter()
-            _write_tar(path, hashing)
-            return hashing.sha256.hexdigest()
+            digest = hashlib.sha256()
+            _write_tar(path, SimpleNamespace(write=digest.update))
+            return digest.hexdigest()
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
@@ -139,22 +131,8 @@ def _copy_to_digest(path: Path, folder: Path) -> str:
     return digest
 
 
-class _HashingWriter(io.RawIOBase):
-    """Takes bytes as a file does, and keeps only their digest."""
-
-    def __init__(self) -> None:
-        self.sha256 = hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: "ReadableBuffer", /) -> int:
-        self.sha256.update(data)
-        return memoryview(data).nbytes
-
-
-def _write_tar(folder: Path, out: io.RawIOBase | IO[bytes]) -> None:
-    """Writes the files of a folder as a tar file whose bytes depend only on their names and contents.
+def _write_tar(folder: Path, out: Any) -> None:
+    """Writes the files of a folder as a tar file whose bytes depend only on their names and contents. `out` needs `write` only.
 
     Hidden files and folders inside it are left out: a download from the hub has a cache there.
     """

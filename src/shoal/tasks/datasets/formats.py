@@ -8,10 +8,9 @@ Files are read as their authors publish them. genesys.py has the format of SYNTH
 
 import json
 import re
-from decimal import Decimal
 from typing import Any
 
-from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.datasets.data_set import ASK_BOXED, ASK_NUMBER, Format, Row, Style, plain_decimal
 from shoal.tasks.grading.entry_points import is_reserved
 from shoal.tasks.grading.math_grader import (
     find_bad_expression,
@@ -22,16 +21,6 @@ from shoal.tasks.grading.math_grader import (
 from shoal.tasks.grading.program_grader import grade_program, in_block
 from shoal.tasks.task import Problem
 
-ASK_NUMBER: dict[Style, str] = {
-    "chat": "{}\nThink step by step, then give the answer as a number after ####.",
-    "direct": "{} Reply with the number only.",
-    "bare": "Question: {}\nAnswer:",
-}
-ASK_BOXED: dict[Style, str] = {
-    "chat": "{}\nThink step by step, then put the final answer within \\boxed{{}}.",
-    "direct": "{}\nReply with the final answer within \\boxed{{}} only.",
-    "bare": "Question: {}\nAnswer:",
-}
 ASK_PROGRAM = "{}\nReply with the whole program in one ```python block."
 
 
@@ -40,14 +29,15 @@ def read_gsm8k(row: Row, style: Style) -> Problem:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"the answer has no ####: {row['answer'][-80:]!r}")
-    return Problem(ASK_NUMBER[style].format(_asked(row, "question").strip()), answer.strip().replace(",", ""))
+    question = _asked(row, "question").strip()
+    return Problem(ASK_NUMBER[style].replace("{question}", question), answer.strip().replace(",", ""))
 
 
 def read_svamp(row: Row, style: Style) -> Problem:
     """Reads `Body`, `Question` and the number `Answer`."""
     body = _asked(row, "Body").strip()
     question = f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {_asked(row, 'Question').strip()}"
-    return Problem(ASK_NUMBER[style].format(question), _format_number(row["Answer"]))
+    return Problem(ASK_NUMBER[style].replace("{question}", question), plain_decimal(row["Answer"]))
 
 
 def read_math(row: Row, style: Style) -> Problem:
@@ -55,7 +45,7 @@ def read_math(row: Row, style: Style) -> Problem:
     if not isinstance(row["answer"], str) or not row["answer"].strip():
         raise ValueError(f"the answer is {row['answer']!r}, expected a string")
     return Problem(
-        ASK_BOXED[style].format(_asked(row, "problem").strip()),
+        ASK_BOXED[style].replace("{question}", _asked(row, "problem").strip()),
         f"\\boxed{{{row['answer'].strip()}}}",
         check=row["answer"].strip(),
     )
@@ -87,11 +77,6 @@ def read_humaneval(row: Row, style: Style) -> Problem:
     return Problem(
         _ask_program(question, style), in_block(prompt + _text(row["canonical_solution"])), json.dumps(check)
     )
-
-
-def _format_number(number: int | float) -> str:
-    """Formats 51.0 as `51`: without a needless decimal point, and never with an exponent."""
-    return f"{Decimal(repr(float(number))).normalize():f}"
 
 
 def _ask_program(question: str, style: Style) -> str:

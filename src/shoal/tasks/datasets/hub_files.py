@@ -32,9 +32,8 @@ def with_hub_files(spec: TaskSpec) -> TaskSpec:
     return spec.model_copy(update={"options": options})
 
 
-@functools.lru_cache(
-    maxsize=16
-)  # a command may ask several times, and the hub's newest revision may change meanwhile
+# A command may ask several times, and the hub's newest revision may change meanwhile.
+@functools.lru_cache(maxsize=16)
 def hub_file(address: str) -> Path:
     """Returns a JSON Lines file with the rows of an `hf:` address. Raises ValueError with the remedy if they cannot be had."""
     name, settings = _parse(address)

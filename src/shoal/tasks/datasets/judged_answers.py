@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.tasks.datasets.data_set import DataSet, Format, Row, Style, object_in
-from shoal.tasks.datasets.question_answer import is_drawn
+from shoal.tasks.datasets.question_answer import check_asking, is_drawn
 from shoal.tasks.datasets.row_index import IndexedFormat
 from shoal.tasks.grading.pattern_grader import find_last
-from shoal.tasks.task import UNPARSEABLE, CannotGrade, Outcome, Problem, Reward, Split, check_whole, reply_of
+from shoal.tasks.task import UNPARSEABLE, CannotGrade, Outcome, Problem, Reward, check_whole, reply_of
 
 JUDGE_PROMPT = """Judge an answer to a question.
 
@@ -81,10 +81,7 @@ class JudgedAnswers(DataSet):
         check_whole("judge: judge_tokens", self.judge_tokens, least=1, most=1 << 16)
         if self.judge_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"judge: judge_dtype={self.judge_dtype!r} must be float32 or bfloat16")
-        if not 0 < self.eval_share < 1:
-            raise ValueError(
-                f"judge: eval_share={self.eval_share!r} must be above 0 and below 1, such as 0.1"
-            )
+        check_asking("judge", self.template, self.eval_share)
         format = Format(
             name="judge",
             read=self._read,
@@ -99,10 +96,6 @@ class JudgedAnswers(DataSet):
         for name in ("{question}", "{answer}", *(name for name, column in columns.items() if column)):
             if name not in self.prompt_of_judge:
                 raise ValueError(f"judge: judge_prompt={self.judge_prompt!r} must contain {name}")
-        if "{question}" not in self.template:
-            raise ValueError(
-                f"judge: template={self.template!r} must contain {{question}}, where the question goes"
-            )
 
     def _check_scale(self) -> None:
         try:
@@ -168,6 +161,11 @@ class JudgedAnswers(DataSet):
         value = (score - self.score_min) / (self.score_max - self.score_min)
         return Reward(value, Outcome.RIGHT if score >= needed else Outcome.WRONG)
 
+    def score_reader(self) -> DataSet:
+        """Returns a task that grades the judge's texts instead of answers: the grading pool, with its limits, searches them for scores."""
+        format = replace(self.format, grade=lambda problem, text: self.read_score(text))
+        return DataSet(format=format, path=self.path)
+
     def _read(self, row: Row, style: Style) -> Problem:
         """Reads open questions whose answers a judge model scores."""
         asked = _text(row, self.question)
@@ -176,23 +174,6 @@ class JudgedAnswers(DataSet):
         if self.instructions:
             check["instructions"] = _text(row, self.instructions, empty="none")
         return Problem(self.template.replace("{question}", asked), reference, check=json.dumps(check))
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreReader:
-    """Grades the judge's texts instead of answers, so that the grading pool, with its limits, searches them for scores."""
-
-    task: JudgedAnswers
-
-    @property
-    def chat(self) -> bool:
-        return self.task.chat
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return self.task.problem(split, seed)
-
-    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
-        return self.task.read_score(text)
 
 
 def check_judge_folder(path: str) -> None:

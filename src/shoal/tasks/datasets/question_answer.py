@@ -18,11 +18,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
 
 from shoal.tasks.code_files import is_code, load_code
-from shoal.tasks.datasets.data_set import DataSet, Format, Row, Style
+from shoal.tasks.datasets.data_set import ASK_BOXED, ASK_NUMBER, DataSet, Format, Row, Style, plain_decimal
 from shoal.tasks.grading.math_grader import (
     compare,
     find_bad_expression,
@@ -35,17 +34,10 @@ from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Outcome, Problem, Reward
 
 _MARK = "####"
 _PLAIN_ASK = "{question}"
-_BARE_ASK = "Question: {question}\nAnswer:"
 _ASK: dict[str, tuple[str, str]] = {
     "exact": ("{question}\nReply with the answer only.",) * 2,
-    "number": (
-        "{question}\nThink step by step, then give the answer as a number after ####.",
-        "{question} Reply with the number only.",
-    ),
-    "math": (
-        "{question}\nThink step by step, then put the final answer within \\boxed{}.",
-        "{question}\nReply with the final answer within \\boxed{} only.",
-    ),
+    "number": (ASK_NUMBER["chat"], ASK_NUMBER["direct"]),
+    "math": (ASK_BOXED["chat"], ASK_BOXED["direct"]),
     "choice": (
         "{question}\nThink step by step, then give the letter of the answer after ####.",
         "{question} Reply with the letter only.",
@@ -92,12 +84,7 @@ class QuestionAnswer(DataSet):
     """Chooses which rows are held out."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.eval_share, int | float) or not 0 < self.eval_share < 1:
-            raise ValueError(f"qa: eval_share={self.eval_share!r} must be above 0 and below 1, such as 0.1")
-        if self.template and "{question}" not in self.template:
-            raise ValueError(
-                f"qa: template={self.template!r} must contain {{question}}, where the question goes"
-            )
+        check_asking("qa", self.template or _PLAIN_ASK, self.eval_share)
         reader = RowReader(self.question, self.answer, self.template, self.grader, self.pattern)
         format = Format(
             name="qa",
@@ -161,7 +148,7 @@ class RowReader:
 
     def _prompt(self, question: str, style: Style) -> str:
         direct = int(style == "direct")
-        ask = _BARE_ASK if style == "bare" else _ASK.get(self.grader, (_PLAIN_ASK,) * 2)[direct]
+        ask = ASK_NUMBER["bare"] if style == "bare" else _ASK.get(self.grader, (_PLAIN_ASK,) * 2)[direct]
         return (self.template or ask).replace("{question}", question)
 
     def _right(self, answer: str) -> str:
@@ -183,9 +170,7 @@ class RowReader:
         if isinstance(value, float):
             if not math.isfinite(value):
                 raise ValueError(f"the answer in {self.answer!r} is {value!r}, expected a number")
-            value = (
-                f"{Decimal(repr(value)).normalize():f}"  # in a column with an empty cell, 12 is read as 12.0
-            )
+            value = plain_decimal(value)  # in a column with an empty cell, 12 is read as 12.0
         text = str(value).strip()
         if not text:
             raise ValueError(f"the answer in {self.answer!r} is empty")
@@ -327,6 +312,14 @@ def _find_bad_math(problems: Sequence[Problem]) -> dict[int, str]:
     ]
     bad = find_bad_expression([problem for _, problem in golds])
     return {golds[place][0]: reason for place, reason in bad.items()}
+
+
+def check_asking(name: str, template: str, eval_share: object) -> None:
+    """Raises ValueError for a template without the question, and for a share of held-out rows that leaves none on a side."""
+    if not isinstance(eval_share, int | float) or not 0 < eval_share < 1:
+        raise ValueError(f"{name}: eval_share={eval_share!r} must be above 0 and below 1, such as 0.1")
+    if "{question}" not in template:
+        raise ValueError(f"{name}: template={template!r} must contain {{question}}, where the question goes")
 
 
 def is_drawn(prompt: str, share: float, seed: int) -> bool:

@@ -21,6 +21,7 @@ import json
 import os
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def _read_cache(base: Path, path: Path, key: str) -> RowIndex | None:
         if meta["rows_bytes"] and rows.stat().st_size != meta["rows_bytes"]:
             return None
         fd = os.open(rows if meta["rows_bytes"] else path, os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     bad = {int(number): reason for number, reason in meta["bad"].items()}
     return RowIndex(
@@ -222,9 +223,8 @@ class _RawRow:
     """A row and its place in the file of rows."""
 
     number: int
-    row: Row | None
-    problem: str
-    """Why it is not a row, if `row` is None."""
+    row: Row | str
+    """A text says why it is not a row."""
     start: int
     length: int
 
@@ -269,26 +269,27 @@ class _IndexBuilder:
         return problems
 
     def _add(self, raw: _RawRow) -> None:
-        if self._format.kinds and raw.row is not None and raw.row.get("task_type") not in self._format.kinds:
+        row, kinds = raw.row, self._format.kinds
+        if kinds and not isinstance(row, str) and row.get("task_type") not in kinds:
             return
         self._num_rows += 1
         if self._known_bad is not None and raw.number in self._known_bad:
             self._bad[raw.number] = "the run's list of unusable rows has it"
             return
         try:
-            if raw.row is None:
-                raise ValueError(raw.problem)
-            problem = self._format.read(raw.row)
+            if isinstance(row, str):
+                raise ValueError(row)
+            problem = self._format.read(row)
             for text in (problem.prompt, *(content for _, content in problem.messages)):
                 text.encode()  # JSON may contain half a surrogate pair, which no lease could carry
         except KeyError as error:
-            has = sorted(raw.row or ())[:12]
+            has = sorted(row)[:12]
             self._bad[raw.number] = f"no field {error}, which {self._format.name} needs; it has {has}"
             return
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             self._bad[raw.number] = str(error)
             return
-        self._keep(raw, raw.row, problem)
+        self._keep(raw, row, problem)
         if self._known_bad is None:
             self._batch.append((raw.number, problem))
             self._batch_chars += len(problem.check) + len(problem.prompt)
@@ -351,14 +352,14 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
         yield from _csv_rows(path)
     elif layout == "lines":
         with path.open("rb") as file:
-            yield from ((raw.number, raw.problem if raw.row is None else raw.row) for raw in _lines(file))
+            yield from ((raw.number, raw.row) for raw in _lines(file))
     else:
         try:
             rows = json.loads(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}; is the file complete?") from None
         for number, row in enumerate(rows, start=1):
-            yield number, row if isinstance(row, dict) else _not_an_object(row)
+            yield number, _object_or_problem(row)
 
 
 def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
@@ -395,33 +396,28 @@ def _lines(file: IO[bytes]) -> Iterator[_RawRow]:
         # Programs of Windows begin a file with a byte order mark, which is no JSON.
         line = whole.removeprefix(codecs.BOM_UTF8) if number == 1 else whole
         if line.strip():
-            row, problem = _parse(line)
-            yield _RawRow(number, row, problem, start + len(whole) - len(line), len(line))
+            yield _RawRow(number, _parse(line), start + len(whole) - len(line), len(line))
         start += len(whole)
 
 
-def _parse(line: bytes) -> tuple[Row | None, str]:
+def _parse(line: bytes) -> Row | str:
     try:
-        row = json.loads(line)
+        return _object_or_problem(json.loads(line))
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON: {error}"
-    return (row, "") if isinstance(row, dict) else (None, _not_an_object(row))
+        return f"not JSON: {error}"
 
 
-def _not_an_object(row: object) -> str:
-    return f"{type(row).__name__}, expected an object"
+def _object_or_problem(row: object) -> Row | str:
+    return row if isinstance(row, dict) else f"{type(row).__name__}, expected an object"
 
 
 def _copied(rows: Iterator[tuple[int, Row | str]], target: IO[bytes]) -> Iterator[_RawRow]:
     """Writes rows as JSON Lines and yields each with its place."""
     start = 0
     for number, row in rows:
-        if isinstance(row, str):
-            yield _RawRow(number, None, row, 0, 0)
-            continue
-        data = json.dumps(row, default=str).encode() + b"\n"
+        data = b"" if isinstance(row, str) else json.dumps(row, default=str).encode() + b"\n"
         target.write(data)
-        yield _RawRow(number, row, "", start, len(data))
+        yield _RawRow(number, row, start, len(data))
         start += len(data)
 
 

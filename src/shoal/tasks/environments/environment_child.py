@@ -74,7 +74,7 @@ class ServedEnvironment:
     def answer(self, frame: bytes) -> bytes:
         try:
             reply = self._reply(json.loads(frame))
-        except (Exception, RecursionError, MemoryError) as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
             reply = {"error": describe(error)}
         return json.dumps(reply).encode()
 

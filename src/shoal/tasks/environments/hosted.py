@@ -7,9 +7,7 @@ version may pose another problem for the same seed; a machine with other version
 import json
 import math
 import platform
-import random
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -110,7 +108,7 @@ class HostedTask:
         """Returns the first problem of this seed that belongs to the split; problems that the environment fails to make are skipped."""
         last = "all problems belong to the other split"
         for attempt in range(TRIES):
-            drawn = self._draw(problem_rng(seed, attempt))
+            drawn = problem_rng(seed, attempt).getrandbits(31)  # by which the package makes a problem
             try:
                 asked = _exchange(self._child, {"ask": drawn})
             except ChildError as error:
@@ -148,16 +146,6 @@ class HostedTask:
             return UNPARSEABLE
         value = min(1.0, score)
         return RIGHT if value > 1 - 1e-6 else Reward(value, Outcome.WRONG)
-
-    def __del__(self) -> None:
-        with suppress(
-            Exception
-        ):  # at the end of the process, modules may be gone; a task that was refused has no child
-            self._child.close()
-
-    def _draw(self, rng: random.Random) -> int:
-        """Returns the number by which the package makes a problem."""
-        return rng.getrandbits(31)
 
     def _right(self, answer: str | None) -> str:
         if answer is None:

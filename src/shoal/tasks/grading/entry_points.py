@@ -8,7 +8,7 @@ import builtins
 import functools
 import symtable
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 
 def is_reserved(name: str) -> bool:
@@ -16,13 +16,9 @@ def is_reserved(name: str) -> bool:
     return name.startswith("__") or hasattr(builtins, name) or name in sys.stdlib_module_names
 
 
-def names_from_program(tests: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the names that the tests need from the program, and the standard modules that they use without importing them."""
-    return _names_from_program(tuple(tests))
-
-
 @functools.lru_cache(maxsize=4096)  # the samples of one prompt have the same tests
-def _names_from_program(tests: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def names_from_program(tests: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Returns the names that the tests need from the program, and the standard modules that they use without importing them."""
     used: set[str] = set()
     defined: set[str] = set()
     for test in tests:

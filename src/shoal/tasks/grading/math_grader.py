@@ -17,7 +17,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from typing import Any, TypeVar
@@ -217,14 +216,6 @@ class MathGrader:
         reply = self._ask({"gold": gold, "answer": answer})
         return UNPARSEABLE if reply is None else _REWARDS[reply["outcome"]]
 
-    def close(self) -> None:
-        """Kills the child process."""
-        self._child.close()
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the process, modules may be gone
-            self.close()
-
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the child's reply, or None if the request ends the child."""
         if self._child.pid is None:  # searching the packages takes as long as the rest of this function
@@ -357,5 +348,5 @@ def _or_else(otherwise: T, call: Callable[[], T]) -> T:
     """Returns what `call` returns, or `otherwise` if it raises: parsers of untrusted text may raise anything."""
     try:
         return call()
-    except (Exception, RecursionError, MemoryError):  # noqa: BLE001
+    except Exception:  # noqa: BLE001
         return otherwise

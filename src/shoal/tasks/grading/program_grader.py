@@ -82,10 +82,14 @@ def grade_program(problem: Problem, text: str) -> Reward:
     check: dict[str, Any] = json.loads(problem.check)
     before = check.get("before", "")
     tests, scripts = check.get("tests", []), check.get("scripts", [])
-    program = before + program
     methods: list[str] = check.get("methods", [])
+    head = before
     if check.get("judge_imports"):
-        program = _with_imports(program, without=methods)
+        # The program must define these functions itself: one called `gcd` must not be the imported one.
+        head = JUDGE_IMPORTS + "".join(f"globals().pop({name!r}, None)\n" for name in methods) + before
+    # Imports from __future__ stay first, as Python demands.
+    future = "".join(f"{line}\n" for line in _FUTURE.findall(program))
+    program = f"{future}{head}{_FUTURE.sub('', program)}" if head else program
     program += "".join(_FIND_METHOD.format(name=name) for name in methods)
     if tests and before:
         # The tests use the data set's own helpers: the program may have redefined them.
@@ -119,16 +123,6 @@ def _all_may_read(path: str) -> bool:
         return folders_open and bool(real.stat().st_mode & stat.S_IROTH)
     except OSError:
         return False
-
-
-def _with_imports(program: str, *, without: Sequence[str]) -> str:
-    """Returns the program after JUDGE_IMPORTS. Imports from __future__ stay first, as Python demands.
-
-    `without` are the functions that the program must define itself: one called `gcd` must not be the imported one.
-    """
-    future = "".join(f"{line}\n" for line in _FUTURE.findall(program))
-    removed = "".join(f"globals().pop({name!r}, None)\n" for name in without)
-    return f"{future}{JUDGE_IMPORTS}{removed}{_FUTURE.sub('', program)}"
 
 
 def _prints(program: str, stdin: str, wanted: str) -> bool:

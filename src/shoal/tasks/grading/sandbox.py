@@ -34,6 +34,7 @@ from typing import Literal, Self
 from shoal.tasks.grading import gvisor, sandbox_child
 from shoal.tasks.grading.entry_points import names_from_program
 from shoal.tasks.grading.sandbox_child import MAX_JOB_BYTES, MAX_STRETCH, NOT_BUILT, READY, TIMED_OUT
+from shoal.tasks.grading.sandbox_files import remove_tree
 from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
 from shoal.telemetry import Log
@@ -54,7 +55,7 @@ TESTER_S = 1.0
 """Seconds the tests may run longer than the program, so that a program which is too slow ends first."""
 _STARVED = "a program got too little of the processor to be graded; is the machine too busy?"
 _CHILD = Path(sandbox_child.__file__)
-_CODE = ("sandbox_child.py", "sandbox_modes.py", "system_calls.py")
+_CODE = ("sandbox_child.py", "sandbox_modes.py", "sandbox_files.py", "system_calls.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def passes(
     The tests get the names that they use and do not define, except builtins and modules. `entry_points` adds others, as name in
     the tests to name in the program: only the data set, never the program, may say that `sum` is the program's function.
     """
-    names, modules = names_from_program(tests)
+    names, modules = names_from_program(tuple(tests))
     wanted = {name: name for name in names} | dict(entry_points or {})
     tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
     server = _server(level or best_level())
@@ -208,41 +209,21 @@ def _server_command(level: Level, folder: str) -> list[str]:
 def _bwrap_command(python: str) -> list[str]:
     """Returns the beginning of a command line that runs a command which sees only Python's library."""
     # Capabilities inside its namespaces, which each program drops: they give each program namespaces of its own.
-    command = [
-        "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--cap-add",
-        "ALL",
-    ]
+    namespaces = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
+    command = ["bwrap", *namespaces, "--cap-add", "ALL"]
     if os.getuid() != 0:
         command.append("--unshare-user")
     for path in (*sandbox_child.needed_folders(), python):
-        for folder in reversed(
-            Path(path).parents[:-1]
-        ):  # bwrap's own default is that only root may enter them
-            command += ["--perms", "0755", "--dir", str(folder)]
+        for folder in reversed(Path(path).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(folder)]  # by default only root may enter them
         link = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
     for path in sandbox_child.package_folders():
         command += ["--tmpfs", path, "--remount-ro", path]
     for name in _CODE:
         command += ["--ro-bind", str(_CHILD.with_name(name)), f"{gvisor.CODE_FOLDER}/{name}"]
-    return [
-        *command,
-        "--proc",
-        "/proc",
-        "--perms",
-        "1777",
-        "--dir",
-        "/tmp",
-        "--remount-ro",
-        "/",
-        "--new-session",
-        "--",
-    ]
+    command += ["--proc", "/proc", "--perms", "1777", "--dir", "/tmp", "--remount-ro", "/"]
+    return [*command, "--new-session", "--"]
 
 
 # -- servers and sandboxes --------------------------------------------------------------------------------
@@ -261,10 +242,8 @@ def _server(level: Level) -> "SandboxServer":
 class SandboxServer:
     """A fork server of one level. Use it from one thread only. It is started at the first program and again after a failure."""
 
-    def __init__(
-        self, level: Level, *, command: Sequence[str] | None = None, user: int | None = None
-    ) -> None:
-        self._level, self._command, self._user = level, command, user
+    def __init__(self, level: Level) -> None:
+        self._level = level
         self._socket: socket.socket | None = None
 
     def start(
@@ -313,15 +292,12 @@ class SandboxServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                self._command or _server_command(self._level, self._folder.name),
+                _server_command(self._level, self._folder.name),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 start_new_session=True,
-                user=self._user,
-                group=self._user,
-                extra_groups=None if self._user is None else (),
             )
         ours.settimeout(START_S)
         try:
@@ -353,15 +329,15 @@ class Sandbox:
     ) -> None:
         self._limits = limits
         self._give_up_s = time.monotonic() + MAX_STRETCH * limits.wall_s + GRACE_S
-        self._cleanup = contextlib.ExitStack()
         self._result: ScriptResult | None = None
         job = _limits_of(limits) | {"mode": mode}
-        if level in ("user", "limits"):
-            folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
-            job["folder"] = self._cleanup.enter_context(folder)
-        message = json.dumps(job).encode()
-        assert len(message) <= MAX_JOB_BYTES
-        with contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            if level in ("user", "limits"):
+                folder = tempfile.mkdtemp(prefix="shoal-")
+                ours.callback(remove_tree, folder)
+                job["folder"] = folder
+            message = json.dumps(job).encode()
+            assert len(message) <= MAX_JOB_BYTES
             # The output of a script is read while it runs. Nobody reads what a serving program prints, and a full pipe would block it, so
             # that output is discarded.
             self._output = -1
@@ -369,19 +345,16 @@ class Sandbox:
                 output = os.open(os.devnull, os.O_WRONLY)
             else:
                 self._output, output = os.pipe()
-                self._cleanup.callback(os.close, self._output)
+                ours.callback(os.close, self._output)
             theirs.callback(os.close, output)
             self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._cleanup.enter_context(self._status)
+            ours.enter_context(self._status)
             theirs.enter_context(status)
             files = [
                 theirs.enter_context(_file_of(data)) for data in (source.encode(errors="replace"), stdin)
             ]
-            try:
-                socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
-            except OSError:
-                self._cleanup.close()
-                raise
+            socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
+            self._cleanup = ours.pop_all()  # after an error, nothing is kept
 
     def __enter__(self) -> Self:
         return self

@@ -11,10 +11,9 @@ sandbox. The server never reads the source, since every later program could find
 socket {"status": EXIT STATUS, "starved": whether it could not be graded because the machine is too busy}; it ends the program when the
 other end is closed.
 
-sandbox_modes.py runs the program itself, system_calls.py has the filter.
+sandbox_modes.py runs the program itself, system_calls.py has the filter, sandbox_files.py counts and deletes a program's files.
 """
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -23,7 +22,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -43,10 +41,10 @@ MAX_PROGRAM_STATUS = 123
 """Highest exit status that a program can cause."""
 READY = b"ready"
 MAX_JOB_BYTES = 1 << 16
-SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders of the machine in which a program can write at level `user`."""
 MAX_FILES = 4096
 """Files and folders in the /tmp of a program. The kernel keeps each in memory, whatever its size."""
+DISK_WATCH_S = 0.1
+"""Seconds between two looks at a program's files at the levels `user` and `limits`, where no /tmp of its own limits them."""
 MAX_STRETCH = 3
 """Times `wall_s` after which a program that waits for a processor is given up: the machine is too busy to grade it."""
 WARM = (
@@ -80,7 +78,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_SUBREAPER, _PR_NO_
 def main(level: str, folder: str) -> NoReturn:
     """Builds what all jobs share, then forks a monitor for each job until the socket is closed."""
     server = socket.socket(fileno=os.dup(0))
-    modes, calls = _load("sandbox_modes"), _load("system_calls")
+    modes, calls, files = map(_load, ("sandbox_modes", "system_calls", "sandbox_files"))
     code = calls.filter_program(os.uname().machine)
     for name in WARM:
         importlib.import_module(name)
@@ -103,7 +101,7 @@ def main(level: str, folder: str) -> NoReturn:
         if os.fork() == 0:
             server.close()
             job = json.loads(message) | host
-            monitor(job, fds, modes.MODES[job["mode"]])
+            monitor(job, fds, modes.MODES[job["mode"]], files)
         for fd in fds:
             os.close(fd)
 
@@ -212,8 +210,8 @@ def package_folders() -> list[str]:
 # -- monitor ----------------------------------------------------------------------------------------------
 
 
-def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None]) -> NoReturn:
-    """Runs one job and sends its result."""
+def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None], files: Any) -> NoReturn:
+    """Runs one job and sends its result. `files` is the module sandbox_files."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
     uid = _unused_uid()
@@ -232,10 +230,10 @@ def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None]) -> 
             finally:
                 os._exit(1)  # an error must not return into the monitor's code
         _close_all_but({2, status_fd, ended_fd, job["proc"]})
-        result = _watch(init, job, uid, status_fd, ended_fd)
+        result = _watch(init, job, uid, status_fd, ended_fd, files)
         if job["level"] == "gvisor":
             os.chdir("/")
-            shutil.rmtree(job["folder"], ignore_errors=True)
+            files.remove_tree(job["folder"])
     except OSError as error:
         result["error"] = str(error)
     try:
@@ -271,8 +269,8 @@ def _unused_uid() -> int | None:
     return None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
 
 
-def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int) -> dict[str, Any]:
-    """Waits until the program ends, its time is up, or the other end of the status socket is closed."""
+def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, files: Any) -> dict[str, Any]:
+    """Waits until the program ends, its time or disk is used up, or the other end of the status socket is closed."""
     poll = select.poll()
     # A pipe whose other end init holds, since gVisor has no pidfd_open; it also reports a closed socket as readable only.
     poll.register(ended_fd, select.POLLIN)
@@ -281,20 +279,26 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int) 
     longest_s = MAX_STRETCH * job["wall_s"]
     give_up_s, waited_s = started_s + job["wall_s"], 0.0
     ready: set[int] = set()
-    while not ready and now_s < give_up_s:
-        ready = {fd for fd, _ in poll.poll(1000 * (give_up_s - now_s) + 1)}
+    look_s, over_disk = longest_s if job["level"] in _OWN_PROCESSES else DISK_WATCH_S, False
+    while not ready and not over_disk and now_s < give_up_s:
+        ready = {fd for fd, _ in poll.poll(1000 * min(look_s, give_up_s - now_s) + 1)}
+        if not ready and job["level"] not in _OWN_PROCESSES:
+            began_s = time.monotonic()
+            over_disk = files.uses_more_than(job["folder"], uid, job["disk_bytes"], MAX_FILES)
+            # A fifth of a processor at most: /tmp may hold many files of others.
+            look_s = max(DISK_WATCH_S, 4 * (time.monotonic() - began_s))
         # Time in which the program was ready to run, but the machine was busy with others, does not count.
         waited_s = 0.0 if ready else _waited_s(init, job["proc"])
         give_up_s = started_s + min(job["wall_s"] + waited_s, longest_s)
         now_s = time.monotonic()
     timed_out = not ready
-    starved = timed_out and job["wall_s"] + waited_s >= longest_s
+    starved = timed_out and not over_disk and job["wall_s"] + waited_s >= longest_s
     if timed_out or status_fd in ready:
         os.kill(init, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
     if job["level"] not in _OWN_PROCESSES:
         _kill_remaining(uid)
-        _remove_files_of(uid)
+        files.remove_files_of(uid)
     return {"status": TIMED_OUT if timed_out else status, "starved": starved}
 
 
@@ -311,12 +315,8 @@ def _waited_s(init: int, proc: int) -> float:
     return int(waited_ns) / 1e9 if fields[:1] == ["1"] else 0.0
 
 
-def _open_at(proc: int, path: str) -> int:
-    return os.open(path, os.O_RDONLY, dir_fd=proc)
-
-
 def _read_at(proc: int, path: str) -> str:
-    with os.fdopen(_open_at(proc, path)) as file:
+    with os.fdopen(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
         return file.read()
 
 
@@ -336,24 +336,6 @@ def _kill_remaining(uid: int | None) -> None:
 def _kill_all_of(uid: int) -> None:
     os.setresuid(uid, uid, uid)
     os.kill(-1, signal.SIGKILL)
-
-
-def _remove_files_of(uid: int | None) -> None:
-    """Deletes what the program left in folders that all users share; a later program could read it, and the disk would fill up."""
-    for folder in SHARED_FOLDERS if uid is not None else ():
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(folder):
-                _remove_if_of(entry, uid)
-
-
-def _remove_if_of(entry: "os.DirEntry[str]", uid: int | None) -> None:
-    with contextlib.suppress(OSError):  # another process may have removed it
-        if entry.stat(follow_symlinks=False).st_uid != uid:
-            return
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
 
 
 def _processes() -> list[int]:
