@@ -212,6 +212,13 @@ def test_a_body_without_end_is_refused(url: str) -> None:
     ask(url)
 
 
+def test_a_device_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "response.json").write_text("{}")
+    words = ["verify", str(tmp_path / "response.json"), "--model", "tiny", "--device", "tpu"]
+    assert main(words) == 2
+    assert "--device tpu: torch knows no such device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"choices": [], "shoal": {}}'])
 def test_a_file_that_is_no_answer_is_an_error_with_words(folder: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "response.json").write_text(text)

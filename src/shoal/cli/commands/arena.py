@@ -20,7 +20,7 @@ from shoal.cli.ui.values import (
     add_device,
     add_threads,
     at_least_one,
-    check_device,
+    use_device,
     wilson,
 )
 
@@ -64,10 +64,10 @@ def arena(options: argparse.Namespace, stop: threading.Event) -> int:
 
     from shoal.cli.arena.contest import Arena, ArenaSettings
     from shoal.cli.commands.sample_answers import model_folder
+    from shoal.files import write_bytes_atomically
+    from shoal.rollout.engine.api import Behaviour
 
-    check_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_device(options)
     began_s = time.monotonic()
     settings = ArenaSettings(
         model=options.model,
@@ -94,8 +94,6 @@ def arena(options: argparse.Namespace, stop: threading.Event) -> int:
                 fresh[way.name] = contest.honest(way, -(-settings.honest // len(ways) // 2))
                 advance(1)
         leases = contest.leases(settings.lies)
-        from shoal.rollout.engine.api import Behaviour
-
         sent = contest.work(Behaviour(), contest.engine(Behaviour()), leases)
         lies: dict[str, KindTables] = {}
         with progress("lies", len(chosen)) as advance:
@@ -110,7 +108,7 @@ def arena(options: argparse.Namespace, stop: threading.Event) -> int:
     }
     print_table(results)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write_bytes_atomically(options.out, f"{json.dumps(results, indent=1)}\n".encode())
         print(f"raw scores: {options.out}")
     return 0
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.run.supervise import EXIT_OK, lock_folder
-from shoal.cli.ui.values import Commands, add_device, add_threads, at_least_one, port_number, seconds
+from shoal.cli.ui.values import (
+    Commands,
+    add_device,
+    add_threads,
+    at_least_one,
+    port_number,
+    seconds,
+    use_device,
+)
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
@@ -171,16 +179,11 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
-    import torch
-
-    from shoal.cli.ui.values import check_device
     from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)
     ranks = _join_ranks(file, options)
-    check_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_device(options)
     options.dir.mkdir(parents=True, exist_ok=True)
     if ranks is not None:
         if ranks.leads:

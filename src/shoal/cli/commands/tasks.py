@@ -6,10 +6,10 @@ import textwrap
 import threading
 from typing import Any
 
-from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, task_spec
+from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, posed_split, task_spec
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.progress_bar import progress
-from shoal.tasks import Finite, Problem, Split, Task
+from shoal.tasks import Problem, Task
 from shoal.tasks.datasets.data_set import Format
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.registry import Factory, find_task, task_origins
@@ -42,9 +42,7 @@ def show_task(options: argparse.Namespace, stop: threading.Event) -> int:
         print(f"\n{len(names)} environments; choose one with --option {factory.selects}=NAME")
         return EXIT_OK
     task = load_task(spec)
-    # A data set for evaluation only has no problems to train on.
-    split: Split = "eval" if isinstance(task, Finite) and not task.size("train") else "train"
-    posed = [one.problem for one in pose(task, split, SHOWN, options.seed)]
+    posed = [one.problem for one in pose(task, posed_split(task), SHOWN, options.seed)]
     for number, problem in enumerate(posed, start=1):
         _print_problem(number, task, problem, posed)
     return EXIT_OK

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from shoal.cli.commands.sample_answers import model_folder
+from shoal.cli.ui.values import check_device
 from shoal.telemetry import printable
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
@@ -190,6 +191,7 @@ def verify_response(path: Path, folder: Path, *, dtype: str | None, device: str)
 
 def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     """Prints whether an answer is the model's. Returns 1 if it is not."""
+    check_device(options.device)
     with model_folder(options.model) as folder:
         try:
             evidence = verify_response(options.response, folder, dtype=options.dtype, device=options.device)

@@ -342,3 +342,12 @@ def check_device(name: str) -> None:
         raise ValueError(
             f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"
         )
+
+
+def use_device(options: argparse.Namespace) -> None:
+    """Checks --device, and sets the number of torch's threads if --threads gives one."""
+    import torch
+
+    check_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
