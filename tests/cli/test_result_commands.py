@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import pty
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,23 @@ def test_a_runs_model_answers(
     monkeypatch.setattr(Conversation, "_generate", lambda *_: ())
     assert shoal("chat", folder, "--prompt", "sort: 3 1 2", *words) == 0
     assert "the answer is empty; ask as the run's task does" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question waits at a terminal, where nothing is typed."""
+    ours, theirs = pty.openpty()
+    stop = threading.Event()
+    timer = threading.Timer(3.0, stop.set)
+    give_up = threading.Timer(60.0, lambda: os.write(ours, b"\x04"))
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        timer.start()
+        give_up.start()
+        try:
+            assert shoal("chat", "tiny", "--threads", "1", stop=stop) == 130
+        finally:
+            give_up.cancel()
+    os.close(ours)
 
 
 def test_a_runs_version_is_evaluated_on_the_runs_own_task(

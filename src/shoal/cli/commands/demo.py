@@ -1,7 +1,6 @@
 """The first commands of a visitor: `shoal demo` runs a swarm from the installed package, `shoal completion` prints a shell script."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -13,6 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.ui.questions import agrees
 from shoal.cli.ui.values import Commands, add_device, port_number, url_or_folder
 
 PACKAGE = "shoal-rl"
@@ -45,7 +45,7 @@ def demo(
     options: argparse.Namespace, stop: threading.Event, parse: Callable[[Sequence[str]], argparse.Namespace]
 ) -> int:
     """Runs the demo's run file, which is a part of the package, in `--dir`."""
-    if importlib.util.find_spec("torch") is None and not _install_torch(yes=options.yes):
+    if importlib.util.find_spec("torch") is None and not _install_torch(stop, yes=options.yes):
         return EXIT_FAILED
     with as_file(files("shoal.cli.run") / "demo.toml") as file:
         words = ["run", str(file), "--dir", str(options.dir), "--device", options.device]
@@ -83,14 +83,19 @@ def requirements_of(extra: str) -> list[str]:
     return [marker.sub("", text) for text in found if marker.search(text)]
 
 
-def _install_torch(*, yes: bool) -> bool:
+def _install_torch(stop: threading.Event, *, yes: bool) -> bool:
     """Installs the packages of the extra `torch` into this environment, after asking. Returns whether they are there now."""
     wanted = requirements_of("torch")
     command = [sys.executable, "-m", "pip", "install", *wanted]
     print(
         f"The demo trains a model, which needs torch; only the coordinator and relays run without it.\n  {PACKAGE}[torch] is: {', '.join(wanted)}"
     )
-    if not yes and not _agrees(f"Install these into {sys.prefix} now? [Y/n] "):
+    if not yes and not agrees(
+        f"Install these into {sys.prefix} now? [Y/n] ",
+        stop,
+        otherwise=f"torch is not installed; pip install '{PACKAGE}[torch]', or start the demo with --yes",
+        default=True,
+    ):
         print(f"Nothing was installed. Later: pip install '{PACKAGE}[torch]'")
         return False
     done = subprocess.run(command, check=False)
@@ -102,14 +107,3 @@ def _install_torch(*, yes: bool) -> bool:
         )
         return False
     return True
-
-
-def _agrees(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise ValueError(
-            f"torch is not installed; pip install '{PACKAGE}[torch]', or start the demo with --yes"
-        )
-    answer = "n"
-    with contextlib.suppress(EOFError):
-        answer = input(question)
-    return answer.strip().lower() in ("", "y", "yes")

@@ -17,6 +17,7 @@ from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.questions import ask_line
 from shoal.cli.ui.values import held_out_means, is_url
 from shoal.telemetry import printable
 from shoal.wire.ledger import LedgerHead
@@ -238,13 +239,10 @@ def chat(options: argparse.Namespace, stop: threading.Event) -> int:
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print("Ctrl-D ends the conversation; an empty line begins a new one.", file=sys.stderr)
-    while not stop.is_set():
-        if at_terminal:
-            print("> ", end="", flush=True, file=sys.stderr)
-        line = sys.stdin.readline()
-        if not line:
-            break
-        if not line.strip():
+    while line := ask_line("> ", stop, out=sys.stderr) if at_terminal else sys.stdin.readline():
+        if line.strip():
+            _print_reply(talk.answer(line.rstrip("\n"), stop))
+        else:
             talk.begin()
             continue
         _print_reply(talk.answer(line.rstrip("\n"), stop))

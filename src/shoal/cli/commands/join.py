@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import secrets
-import select
 import shutil
 import sys
 import threading
@@ -22,6 +21,7 @@ from shoal.cli.run.confined_worker import confinement, run_confined
 from shoal.cli.run.roles import limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.questions import STOP_POLL_S, agrees
 from shoal.cli.ui.values import byte_size, check_device
 from shoal.cli.ui.view import shown_trust
 from shoal.files import write_bytes_atomically
@@ -42,7 +42,6 @@ from shoal.wire.run_spec import RunSpec
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
-STOP_POLL_S = 0.1
 VIEW_TIMEOUT_S = 2.0
 """Timeout of the view's requests. Short, because the view is not redrawn while it waits."""
 
@@ -89,8 +88,10 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         options.url, options.dir, info, stats, engine=options.engine, allow_ports=tuple(options.allow_port)
     )
     print(consent(info, key.public, options.url, options.dir, rules.protections(), uses))
-    if not options.yes and not _ask_yes_no(
-        "Join? [y/N] ", stop, flag="read the summary above and join with --yes"
+    if not options.yes and not agrees(
+        "Join? [y/N] ",
+        stop,
+        otherwise="standard input is not a terminal; read the summary above and join with --yes",
     ):
         print("Nothing was sent.")
         return EXIT_FAILED
@@ -227,16 +228,6 @@ What joining means
 """
 
 
-def _ask_yes_no(question: str, stop: threading.Event, *, flag: str) -> bool:
-    """Returns whether the user agrees. `flag` says what to do where nobody can be asked."""
-    if not sys.stdin.isatty():
-        raise ValueError(f"standard input is not a terminal; {flag}")
-    print(question, end="", flush=True)
-    while not select.select([sys.stdin], [], [], STOP_POLL_S)[0]:
-        _check_stop(stop)  # Python's input() would keep waiting for an answer after Ctrl-C
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def _check_stop(stop: threading.Event) -> None:
     if stop.is_set():
         raise Stopped("stopped before joining")
@@ -360,8 +351,10 @@ def remove(options: argparse.Namespace, stop: threading.Event) -> int:
     print(
         f"This leaves the run and deletes node {key.public[:16]} in {options.dir} ({byte_size(size)}), {lost}."
     )
-    if not options.yes and not _ask_yes_no(
-        "Delete? [y/N] ", stop, flag="delete without a question with --yes"
+    if not options.yes and not agrees(
+        "Delete? [y/N] ",
+        stop,
+        otherwise="standard input is not a terminal; delete without a question with --yes",
     ):
         print("Nothing was deleted.")
         return EXIT_FAILED
