@@ -96,9 +96,10 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         print("Nothing was sent.")
         return EXIT_FAILED
     _check_stop(stop)
-    write_text(options.dir / JOINED, json.dumps({"coordinator": options.url}) + "\n")
+    joined = json.dumps({"coordinator": options.url})
+    write_bytes_atomically(options.dir / JOINED, f"{joined}\n".encode())
     if options.invite:
-        write_text(options.dir / "invite.txt", options.invite)
+        write_bytes_atomically(options.dir / "invite.txt", options.invite.encode())
     print(
         "Joining; the first lease is the qualification. Ctrl-C stops; joining again continues unfinished work."
     )
@@ -308,7 +309,7 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
             f"no worker runs in {options.dir}; the next one starts paused. `shoal pause --off` takes that back"
         )
     elif options.now:
-        write_text(flag, PAUSE_NOW)
+        write_bytes_atomically(flag, PAUSE_NOW.encode())
         print(
             "pausing at once; the current lease is given back and earns nothing. `shoal pause --off` continues"
         )
@@ -458,8 +459,7 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     from shoal.swarm.validator.prefill import LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
-    kept = json.loads(lease_file.read_text(encoding="utf-8"))
-    lease, version = Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
+    lease, version = read_lease(lease_file)
     folder = versions / f"v{version}"
     if not folder.exists():
         raise ValueError(
@@ -481,5 +481,12 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
         return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    write_bytes_atomically(path, text.encode(), mode=mode)
+def read_lease(path: Path) -> tuple[Lease, int]:
+    """Returns the lease of a worker's last file, and the version that made it. Raises ValueError for another file."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
+    except (ValueError, KeyError, TypeError, Rejected) as error:
+        raise ValueError(
+            f"{path} is not the lease of a file ({type(error).__name__}: {error}); give the lease.json that the worker wrote beside it"
+        ) from None
