@@ -172,8 +172,8 @@ def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
     """Returns the groups that a running coordinator has for this query."""
     from shoal.wire.page_data import RolloutPage
 
-    given = {name: value for name, value in asdict(query).items() if value not in ("", None, False)}
-    given |= {"held_out": 1} if query.held_out else {}
+    given = asdict(query) | {"held_out": "1" if query.held_out else ""}
+    given = {name: value for name, value in given.items() if value not in ("", None)}
     return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
 
 
