@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +10,13 @@ import pytest
 from small_stats import stats
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shoal import shardcast
 from shoal.cli.commands.doctor import _relay
-from shoal.cli.commands.evaluate import fetch_published
+from shoal.cli.commands.evaluate import _source, fetch_published
+from shoal.cli.main import parse
 from shoal.cli.public_api import PublicApi
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
@@ -24,7 +25,7 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, RelayView
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, verify_request
-from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, OwnSampling, RunSpec, Sampling, TaskSpec
 from shoal.wire.ticket import Ticket
 
 
@@ -74,7 +75,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         run_key=run_key.public,
         spec=RunSpec(
             run="test",
-            task=TaskSpec(name="sort", options={"length": 3}),
+            task=TaskSpec(name="sort", options={"length": 3}, sampling=OwnSampling(temperature=0.5)),
             compute_dtype="float32",
             sampling=Sampling(temperature=0.8, max_new_tokens=5, samples_per_prompt=4),
             keep_versions=3,
@@ -123,6 +124,33 @@ def test_a_version_that_no_relay_serves_is_not_waited_for(run: Run, tmp_path: Pa
     run.relay.close()
     with pytest.raises(ValueError, match=r"neither relays nor origin answer \(http://.*\); try again when"):
         fetch(run, tmp_path / "into", None)
+
+
+def test_a_tasks_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
+    options = parse(["eval", run.url, "--key", str(tmp_path / "node.key")])
+    with _source(options, threading.Event()) as (_, spec, source):
+        assert spec.name == "sort" and source.version == 3
+        assert source.sampling.temperature == 0.5 and source.sampling.max_new_tokens == 5
+
+
+def test_doctor_does_not_read_an_answer_without_end(run: Run) -> None:
+    """A relay chooses what it sends: one that ignores the range must not fill the memory of a machine that joins."""
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 256 << 20:
+            sent += 1 << 20
+            yield bytes(1 << 20)
+
+    app = Starlette(routes=[Route("/{path:path}", lambda request: StreamingResponse(endless()))])
+    server = Server(app, listen("127.0.0.1", 0))
+    server.start()
+    try:
+        finding = _relay(f"http://127.0.0.1:{server.port}", run.manifest.body)
+        assert finding.state == "good" and sent < 128 << 20
+    finally:
+        server.close()
 
 
 def test_doctor_accepts_a_private_relay(run: Run) -> None:

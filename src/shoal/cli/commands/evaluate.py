@@ -227,7 +227,7 @@ def _source(
             number = find_published(api, options.version or NEWEST)
             info, folder, version = fetch_published(api, number, Path(into), options.key, stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
-        yield folder, spec, ModelSource(version, info.spec.sampling)
+        yield folder, spec, ModelSource(version, info.spec.sampling.of(spec))
 
 
 def find_published(api: PublicApi, name: str) -> int | None:
