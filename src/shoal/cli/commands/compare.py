@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.commands.watch import make_report
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.values import Commands, is_url, url_or_folder
+from shoal.telemetry import printable
 
 if TYPE_CHECKING:
     from shoal.wire.messages import Evaluation
@@ -39,9 +40,6 @@ def add_compare(commands: Commands) -> None:
 
 
 def compare(options: argparse.Namespace, stop: threading.Event) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     if len(options.runs) < 2:
         raise ValueError(f"one run given, {options.runs[0]}; give two or more to compare")
     runs = [read_run(run) for run in options.runs]
@@ -51,13 +49,7 @@ def compare(options: argparse.Namespace, stop: threading.Event) -> int:
         found = {label: {name: values[place] for name, *values in rows} for place, label in enumerate(labels)}
         print(json.dumps(found))
     else:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("", no_wrap=True)
-        for label in labels:
-            table.add_column(label, justify="right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False).print(table)
+        print_figures(labels, rows)
     if options.out:
         from shoal.files import write_bytes_atomically
 
@@ -184,6 +176,21 @@ FIGURES = (
 def compare_runs(runs: "Sequence[Snapshot]") -> list[list[str]]:
     """Returns the lines of the table: a name and one text for each run."""
     return [[figure.name, *(figure.of(run) for run in runs)] for figure in FIGURES]
+
+
+def print_figures(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints the table. Names of runs and tasks come from strangers, so they are printed without markup."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for label in labels:
+        table.add_column(Text(printable(label)), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(text, keep="\n")) for text in row))
+    Console(highlight=False).print(table)
 
 
 # -- the page -----------------------------------------------------------------------------------------------

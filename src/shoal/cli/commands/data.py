@@ -251,7 +251,7 @@ def _filter_by_run(options: argparse.Namespace, spec: TaskSpec, task: Task, stop
     chosen = choose_problems(task.size("train"), int(each["count"]) or None, int(each["seed"]))
     answered = answered_chunks(events)
     wanted = -(-one.prompts // int(each["chunk"]))
-    if len(chosen) != one.prompts or len(answered) < wanted:
+    if len(chosen) != one.prompts or not answered.keys() >= set(range(wanted)):
         raise ValueError(
             f"{run} has the answers of {len(answered)} of {wanted} chunks to {one.prompts} problems, the file has {len(chosen)}; "
             "continue the run (shoal run FILE.toml --resume) until it is finished"

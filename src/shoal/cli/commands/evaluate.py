@@ -173,7 +173,7 @@ def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
     version = "" if settings["version"] is None else f", version {settings['version']}"
     low, high = figures.pass_at_1_interval
     lines = [
-        f"{settings['model']}{version} on {settings['task']['name']}: {figures.prompts} held-out prompts, "
+        f"{settings['model']}{version} on {printable(settings['task']['name'])}: {figures.prompts} held-out prompts, "
         f"{figures.samples} {'answer' if figures.samples == 1 else 'answers'} each, temperature {settings['temperature']:g}, seed {settings['seed']}",
         f"  pass@1        {figures.pass_at_1:7.2%}   95 % interval {low:.2%} to {high:.2%} (Wilson, n = prompts)",
     ]

@@ -58,9 +58,8 @@ def export(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{out} is not empty; choose another --out")
     with _open_version(options, stop) as (folder, facts):
         _write_export(folder, out, facts)
-    print(
-        f"{out}: version {facts.version} of run {facts.spec.run}{_held_out(facts)}, with a model card in {CARD}"
-    )
+    name = printable(facts.spec.run)
+    print(f"{out}: version {facts.version} of run {name}{_held_out(facts)}, with a model card in {CARD}")
     print(f"  load it           transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     print(f"  talk to it        shoal chat {out}")
     return EXIT_OK
@@ -244,8 +243,6 @@ def chat(options: argparse.Namespace, stop: threading.Event) -> int:
             _print_reply(talk.answer(line.rstrip("\n"), stop))
         else:
             talk.begin()
-            continue
-        _print_reply(talk.answer(line.rstrip("\n"), stop))
     return EXIT_OK
 
 
@@ -317,7 +314,7 @@ def _chat_folder(options: argparse.Namespace) -> Iterator[Path]:
         with RunFolder(path) as run, tempfile.TemporaryDirectory() as into:
             version = run.find_version(options.version)
             run.restore(version, Path(into))
-            print(f"version {version} of run {run.spec.run}", file=sys.stderr)
+            print(f"version {version} of run {printable(run.spec.run)}", file=sys.stderr)
             yield Path(into)
         return
     with model_folder(options.model) as folder:

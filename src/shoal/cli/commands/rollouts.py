@@ -176,7 +176,7 @@ def print_group(group: "RolloutGroup") -> None:
         length = f"{sample.num_tokens}{'' if sample.ended else ' cut'}"
         table.add_row(f"{sample.reward:.3g}", length, colour_tokens(sample))
         if sample.judgement:
-            table.add_row("", "", Text(f"judge: {sample.judgement}", style="dim"))
+            table.add_row("", "", Text(printable(f"judge: {sample.judgement}", keep="\n\t"), style="dim"))
     console.print(table)
     console.print(Text(printable(f"{group.code}: {why_believed(group)}"), style="dim"), "")
 

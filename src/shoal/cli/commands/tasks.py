@@ -13,6 +13,7 @@ from shoal.tasks import Problem, Task
 from shoal.tasks.datasets.data_set import Format
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.registry import Factory, find_task, task_origins
+from shoal.telemetry import printable
 
 SHOWN = 3
 """Problems that `show` prints."""
@@ -66,7 +67,7 @@ def _print_answer(kind: str, task: Task, problem: Problem, answer: str) -> None:
 
 def _short(text: str) -> str:
     cut = text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text):,} characters)"
-    return textwrap.indent(cut, " " * 17).strip()
+    return textwrap.indent(printable(cut, keep="\n\t"), " " * 17).strip()
 
 
 def _description(name: str) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
 from shoal.cli.ui.values import Commands, is_url, url, url_or_folder
 from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.telemetry import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,9 +134,8 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
     )
     text = make_report(data)
     _write(options.out, text)
-    print(
-        f"{options.out}: run {data['snapshot']['terms']['run']}, {len(text.encode()) / 1000:.0f} kB, opens in any browser"
-    )
+    name = printable(data["snapshot"]["terms"]["run"])
+    print(f"{options.out}: run {name}, {len(text.encode()) / 1000:.0f} kB, opens in any browser")
     return EXIT_OK
 
 
