@@ -9,20 +9,26 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
+from rich.console import Console
+
+from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
-from shoal.cli.ui.values import Commands, is_url, url, url_or_folder
+from shoal.cli.run_folder import RunFolder, is_run_folder
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import is_url
+from shoal.cli.ui.view import make_view, sparkline
+from shoal.files import write_bytes_atomically
+from shoal.net.http_client import Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.swarm.coordinator.http.live_page import page_file
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery, read_rollouts
+from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
 from shoal.telemetry import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from shoal.cli.public_api import PublicApi
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-    from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
+from shoal.wire.messages import Stats
+from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -41,19 +47,7 @@ MAX_NODES = 100
 # -- shoal top ----------------------------------------------------------------------------------------------
 
 
-def add_top(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="watch a run in the terminal")
-    parser.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
-    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and exit")
-    parser.set_defaults(action=top)
-
-
 def top(options: argparse.Namespace, stop: threading.Event) -> int:
-    from rich.console import Console
-
-    from shoal.cli.public_api import PublicApi
-    from shoal.wire.page_data import Snapshot
-
     with PublicApi(options.url, timeout_s=ANSWER_S) as api:
         snapshot = api.read("/v1/page", Snapshot)
         if not options.json:
@@ -62,13 +56,8 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     return EXIT_OK
 
 
-def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Console") -> int:
+def watch_until_finished(api: PublicApi, stop: threading.Event, console: Console) -> int:
     """Shows the run until it is finished or stopped. Raises DeadlinePassed after SILENCE_S without an answer."""
-    from shoal.cli.ui.view import make_view
-    from shoal.net.http_client import Unreachable
-    from shoal.wire.messages import Stats
-    from shoal.wire.page_data import Snapshot
-
     view = make_view({}, console)
     heard_s, lost = time.monotonic(), False
     try:
@@ -94,10 +83,8 @@ def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Cons
     return EXIT_INTERRUPTED
 
 
-def final_summary(snapshot: "Snapshot") -> str:
+def final_summary(snapshot: Snapshot) -> str:
     """Returns the reward curve as one line, with the first and the last held-out reward."""
-    from shoal.cli.ui.view import sparkline
-
     ends = ""
     titles = dict.fromkeys(one.task for one in snapshot.evaluations)
     for title in titles:
@@ -111,21 +98,6 @@ def final_summary(snapshot: "Snapshot") -> str:
 # -- shoal report -------------------------------------------------------------------------------------------
 
 
-def add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
-    parser.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
-    )
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        default="",
-        help="postgresql://..., for a folder whose run keeps its tables there",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
-    parser.set_defaults(action=report)
-
-
 def report(options: argparse.Namespace, stop: threading.Event) -> int:
     data = (
         read_url(options.run, stop)
@@ -133,7 +105,7 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
         else read_folder(Path(options.run), options.database)
     )
     text = make_report(data)
-    _write(options.out, text)
+    write_bytes_atomically(options.out, text.encode(), durable=False)
     name = printable(data["snapshot"]["terms"]["run"])
     print(f"{options.out}: run {name}, {len(text.encode()) / 1000:.0f} kB, opens in any browser")
     return EXIT_OK
@@ -141,20 +113,14 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def write_report(folder: Path, out: Path) -> Path | None:
     """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
-    from shoal.cli.run_folder import is_run_folder
-
     if not is_run_folder(folder):
         return None
-    _write(out, make_report(read_folder(folder)))
+    write_bytes_atomically(out, make_report(read_folder(folder)).encode(), durable=False)
     return out
 
 
 def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     """Returns the data of a report from a running coordinator."""
-    from shoal.cli.public_api import PublicApi
-    from shoal.cli.ui.progress_bar import progress
-    from shoal.wire.page_data import NodePage, Snapshot
-
     with PublicApi(url) as api:
         snapshot = api.read("/v1/page", Snapshot)
         workers, pages = snapshot.workers[:MAX_NODES], []
@@ -168,10 +134,8 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     return to_data(snapshot, pages, rollouts)
 
 
-def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
+def read_rollouts_at(api: PublicApi, query: RolloutQuery) -> RolloutPage:
     """Returns the groups that a running coordinator has for this query."""
-    from shoal.wire.page_data import RolloutPage
-
     given = asdict(query) | {"held_out": "1" if query.held_out else ""}
     given = {name: value for name, value in given.items() if value not in ("", None)}
     return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
@@ -179,10 +143,6 @@ def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
 
 def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     """Returns the data of a report from a run's tables, as they were at its last event. The run may still be running."""
-    from shoal.cli.run_folder import RunFolder
-    from shoal.swarm.coordinator.leases.transcripts import read_rollouts
-    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
-
     with RunFolder(folder, database) as run:
         terms = run.terms_at_end()
         snapshot = take_snapshot(run.db, terms)
@@ -191,12 +151,8 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     return to_data(snapshot, pages, rollouts)
 
 
-def choose_rollouts(
-    snapshot: "Snapshot", read: "Callable[[RolloutQuery], RolloutPage]"
-) -> "list[RolloutGroup]":
+def choose_rollouts(snapshot: Snapshot, read: Callable[[RolloutQuery], RolloutPage]) -> list[RolloutGroup]:
     """Returns some groups of the first, the last and a few versions between, and held-out ones of the evaluated versions."""
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-
     newest = snapshot.now.newest_version or 0
     trained = sorted({newest * part // (REPORT_VERSIONS - 1) for part in range(REPORT_VERSIONS)})
     evaluated = sorted({one.version for one in snapshot.evaluations})
@@ -209,7 +165,7 @@ def choose_rollouts(
     return list({group.group_id: group for group in found}.values())
 
 
-def to_data(snapshot: "Snapshot", pages: "list[NodePage]", rollouts: "list[RolloutGroup]") -> dict[str, Any]:
+def to_data(snapshot: Snapshot, pages: list[NodePage], rollouts: list[RolloutGroup]) -> dict[str, Any]:
     return {
         "rollouts": [group.model_dump(mode="json") for group in rollouts],
         "snapshot": snapshot.model_dump(mode="json"),
@@ -222,8 +178,6 @@ def make_report(data: dict[str, Any]) -> str:
 
     Its content security policy allows only this style and this script, by their hashes, and no request.
     """
-    from shoal.swarm.coordinator.http.live_page import page_file
-
     page, style = (page_file(name).decode() for name in ("page.html", "page.css"))
     scripts = {name: page_file(name).decode() for name in SCRIPTS}
     policy = (
@@ -252,9 +206,3 @@ def _to_safe_json(data: dict[str, Any]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _write(path: Path, text: str) -> None:
-    from shoal.files import write_bytes_atomically
-
-    write_bytes_atomically(path, text.encode(), durable=False)
