@@ -124,7 +124,7 @@ def find_results(
         found["schemes"][scheme.name] = {
             "source": scheme.source,
             "own_limit": scheme.has_limit,
-            "bytes_per_token": scheme.bytes_per_token(),
+            "bytes_per_token": scheme.bytes_per_token,
             "prover_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} prover"] / tokens,
             "verifier_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} verifier"] / tokens,
             "limits": {f"{rate:g}": limit[rate] for rate in RATES},
