@@ -117,6 +117,12 @@ def test_a_folder_is_audited_without_a_coordinator(
     shutil.copytree(folder / "origin", folder / "trainer" / "versions")
     assert shoal("audit", folder, "--sample", "2") == 0
     assert "verdicts that agree with the ledger: 2 of 2" in capsys.readouterr().out
+    shutil.rmtree(
+        folder / "coordinator" / "objects"
+    )  # a copy without the submitted files is no reason to suspect anybody
+    assert shoal("audit", folder, "--sample", "2") == 2
+    said = capsys.readouterr()
+    assert "NOT GOOD" not in said.out and "copy the coordinator's objects/" in said.err
 
 
 def test_a_python_file_that_a_folder_names_is_not_executed(

@@ -16,9 +16,9 @@ from small_run import CONFIG, small_run
 from test_contributor import shoal
 
 from shoal.cli.commands.export import Conversation
-from shoal.cli.commands.watch import read_rollouts_at
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run_folder import RunFolder
+from shoal.cli.run_reader import ask_rollouts
 from shoal.model.builtin import ALPHABET
 from shoal.model.tokenizer import CharTokenizer
 from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
@@ -118,8 +118,8 @@ def test_filters_of_zero_reach_the_coordinator(monkeypatch: pytest.MonkeyPatch) 
     asked: list[str] = []
     monkeypatch.setattr(PublicApi, "read", lambda api, path, kind: asked.append(path))
     with PublicApi("http://127.0.0.1:1") as api:
-        read_rollouts_at(api, RolloutQuery(version=0, reward=0.0, limit=3))
-        read_rollouts_at(api, RolloutQuery(held_out=True, search="a b"))
+        ask_rollouts(api, RolloutQuery(version=0, reward=0.0, limit=3))
+        ask_rollouts(api, RolloutQuery(held_out=True, search="a b"))
     assert asked == [
         "/v1/rollouts?version=0&reward=0.0&limit=3",
         "/v1/rollouts?held_out=1&search=a+b&limit=8",

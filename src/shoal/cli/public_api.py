@@ -1,7 +1,7 @@
 """Reads a coordinator's public routes, with errors that name the URL and what to check."""
 
-from types import TracebackType
-from typing import Self, TypeVar
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import httpx2
 
@@ -14,20 +14,14 @@ TIMEOUT_S = 20.0
 R = TypeVar("R", bound=Record)
 
 
-class PublicApi:
-    """A client for the routes that need no signature. Use it as a context manager, or call `close`."""
+class PublicApi(AbstractContextManager["PublicApi"]):
+    """A client for the routes that need no signature. Use it as a context manager."""
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
         self._http = httpx2.Client(base_url=self.url + "/", timeout=timeout_s)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def get(self, path: str) -> bytes:

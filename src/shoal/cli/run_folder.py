@@ -3,21 +3,22 @@
 No coordinator has to run, one may run, and nothing is changed.
 """
 
+import hashlib
 import json
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.ui.values import best_version, held_out_means
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
+from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Claim, History, Stats
 from shoal.wire.run_spec import RunSpec
 
@@ -79,7 +80,7 @@ class FolderTerms:
     folder: Path
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """A run's folder, open for reading. Use it as a context manager."""
 
     def __init__(self, folder: Path, database: str = "") -> None:
@@ -105,10 +106,7 @@ class RunFolder:
         self.spec = spec_now(self.db, RunSpec.parse(held.spec))
         self.run_key = str(held.run_key)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     # -- the ledger and figures ---------------------------------------------------------------------------
@@ -177,18 +175,17 @@ class RunFolder:
         return stored_claim(self.db, lease_id)
 
     def read_object(self, sha256: str) -> bytes:
-        """Returns a submitted file. Raises ValueError if the folder has no such file."""
-        if self.config.store:
-            raise ValueError(
-                f"the submitted files of this run are in {self.config.store}; audit its coordinator's URL instead"
-            )
+        """Returns a submitted file. Raises OSError if the folder has no such file, ValueError if its bytes have another digest."""
         path = self._coordinator / "objects" / sha256[:2] / sha256
         try:
-            return path.read_bytes()
+            data = path.read_bytes()
         except OSError as error:
-            raise ValueError(
+            raise OSError(
                 f"{path}: {str(error.strerror).lower()}; copy the coordinator's objects/ into the run's folder"
             ) from None
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ValueError(f"{path} has another digest than its name")
+        return data
 
     # -- versions -----------------------------------------------------------------------------------------
 
@@ -222,9 +219,9 @@ class RunFolder:
             raise ValueError(f"--version {name}: use a number, best or newest")
         return int(name)
 
-    def restore(self, version: int, out: Path) -> None:
-        """Writes the files of a version to the folder `out`, verified with the run's key."""
+    def restore(self, version: int, out: Path) -> Manifest:
+        """Writes the files of a version to the folder `out`, verified with the run's key, and returns its manifest."""
         try:
-            self.archive.restore(version, out, run_key=self.run_key)
+            return self.archive.restore(version, out, run_key=self.run_key)
         except Rejected as rejected:
             raise CorruptData(rejected.detail) from None

@@ -5,7 +5,6 @@ not public, and can only check work whose version a relay still holds. A folder 
 """
 
 import argparse
-import hashlib
 import json
 import random
 import secrets
@@ -18,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
@@ -59,8 +58,7 @@ _NOT_REPEATABLE = (GONE, DELETED)
 # -- shoal ledger verify ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ShownLedger:
+class ShownLedger(NamedTuple):
     """A ledger and what its coordinator shows of it."""
 
     run_key: str
@@ -72,10 +70,9 @@ class ShownLedger:
 def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     """Recomputes the ledger's hashes and balances, and compares them with the signed head and the public tables."""
     try:
-        found = (
+        run_key, shown, head, events = (
             _ledger_of_url(options.run, stop) if is_url(options.run) else _ledger_of_folder(Path(options.run))
         )
-        run_key, shown, head, events = found.run_key, found.shown, found.head, found.events
         with progress(f"verifying {len(events):,} events"):
             count = verify_ledger(events, head, run_key)
             books = replay(events[: shown.ledger_seq])
@@ -189,7 +186,7 @@ class AuditSource:
     claim: Callable[[str], Claim]
     """Returns the submission on a lease."""
     read_object: Callable[[str], bytes]
-    """Returns a submitted file; raises ValueError if it is missing or not the one that was submitted."""
+    """Returns a submitted file; raises ValueError if it is not the one that was submitted."""
     policy: Callable[[Claim], "LoadedPolicy"]
     """Returns the version that a submission names; raises CannotCheck if its weights cannot be had."""
 
@@ -269,6 +266,10 @@ def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy":
 def _audit_folder(options: argparse.Namespace) -> Iterator[AuditSource]:
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(Path(options.run)))
+        if run.config.store:
+            raise ValueError(
+                f"the submitted files of this run are in {run.config.store}; audit its coordinator's URL instead"
+            )
         ledger = _ledger_of_folder(run.folder)
         verify_ledger(ledger.events, ledger.head, ledger.run_key)
         work = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -277,16 +278,9 @@ def _audit_folder(options: argparse.Namespace) -> Iterator[AuditSource]:
             events=ledger.events,
             held=set(run.archive.versions()),
             claim=run.claim,
-            read_object=partial(_stored_file, run),
+            read_object=run.read_object,
             policy=partial(_archived_policy, run, work),
         )
-
-
-def _stored_file(run: RunFolder, sha256: str) -> bytes:
-    data = run.read_object(sha256)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError(f"the stored file is not {sha256}")
-    return data
 
 
 def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy":
@@ -298,7 +292,7 @@ def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy"
     version = claim.policy_version
     folder = work / f"v{version}"
     try:
-        manifest = run.archive.restore(version, folder, run_key=run.run_key)
+        manifest = run.restore(version, folder)
         leased = {policy.version: policy.weights_digest for policy in claim.lease.policies}
         if manifest.weights_digest != leased.get(version):
             raise ValueError(f"version {version} in the archive has other weights than the lease names")

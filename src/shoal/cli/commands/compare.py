@@ -5,7 +5,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,12 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.commands.watch import make_report
-from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import RunFolder
-from shoal.cli.ui.values import is_url
+from shoal.cli.run_reader import open_reader
 from shoal.files import write_bytes_atomically
-from shoal.swarm.coordinator.views.page_snapshot import take_snapshot
 from shoal.telemetry import printable
 from shoal.wire.messages import Evaluation
 from shoal.wire.page_data import Snapshot
@@ -46,11 +42,8 @@ def compare(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def read_run(run: str) -> Snapshot:
     """Returns the state of a run, from its folder or from its coordinator."""
-    if is_url(run):
-        with PublicApi(run) as api:
-            return api.read("/v1/page", Snapshot)
-    with RunFolder(Path(run)) as folder:
-        return take_snapshot(folder.db, folder.terms_at_end())
+    with open_reader(run) as reader:
+        return reader.snapshot()
 
 
 def distinct(names: Sequence[str], runs: Sequence[str]) -> list[str]:

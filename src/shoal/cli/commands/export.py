@@ -114,7 +114,7 @@ def _open_version(options: argparse.Namespace, stop: threading.Event) -> Iterato
 def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
     version = run.find_version(name)
     with progress(f"restoring version {version}"):
-        manifest = run.archive.restore(version, into / "version", run_key=run.run_key)
+        manifest = run.restore(version, into / "version")
     last = list(run.events())[-1]
     head = LedgerHead(run=run.spec.run, seq=last.seq, hash=last.hash, time_s=last.time_s)
     facts = RunFacts(

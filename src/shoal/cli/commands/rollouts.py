@@ -5,7 +5,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,14 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.commands.watch import read_rollouts_at
-from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import RunFolder
-from shoal.cli.ui.values import is_url
+from shoal.cli.run_reader import open_reader
 from shoal.files import write_atomically
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.leases.transcripts import RolloutQuery, read_rollouts
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
 from shoal.telemetry import printable
 from shoal.wire.page_data import RolloutGroup, RolloutPage
 from shoal.wire.transcript import SampleText
@@ -54,8 +50,8 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
         search=options.search,
     )
     limit = options.limit or (None if options.export or options.json else 4)
-    with open_reader(options.run, options.database) as read:
-        found = find_groups(read, query, limit, stop)
+    with open_reader(options.run, options.database) as reader:
+        found = find_groups(reader.rollouts, query, limit, stop)
         if options.export:
             if options.export.suffix in (".csv", ".tsv", ".json", ".jsonl"):
                 raise ValueError(
@@ -70,7 +66,7 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
             else:
                 print_group(group)
         if not shown:
-            print(explain_no_match(read, query), file=sys.stderr)
+            print(explain_no_match(reader.rollouts, query), file=sys.stderr)
     return EXIT_OK
 
 
@@ -85,17 +81,6 @@ def explain_no_match(read: Read, query: RolloutQuery) -> str:
         f"no rollouts match. The newest one has version {found.policy_version}, task {printable(found.task)}, worker "
         f"{printable(found.node[:8])}; loosen the filters. Older versions may have been deleted (coordinator.rollouts_mb)"
     )
-
-
-@contextmanager
-def open_reader(run: str, database: str = "") -> Iterator[Read]:
-    """Yields a function that reads a page of groups from a run's folder or from its coordinator."""
-    if is_url(run):
-        with PublicApi(run) as api:
-            yield lambda query: read_rollouts_at(api, query)
-    else:
-        with RunFolder(Path(run), database) as folder:
-            yield lambda query: read_rollouts(folder.db, query)
 
 
 def find_groups(

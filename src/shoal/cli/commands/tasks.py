@@ -23,9 +23,7 @@ LONGEST = 1500
 
 
 def list_tasks(options: argparse.Namespace, stop: threading.Event) -> int:
-    rows = []
-    for name, origin in task_origins().items():
-        rows.append((name, origin, _description(name)))
+    rows = [(name, origin, _description(name)) for name, origin in task_origins().items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, origin, words in rows:
         print(f"{name:<{widths[0]}}  {origin:<{widths[1]}}  {words}")

@@ -123,8 +123,9 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
                 for path in (own, replace(own, plain=True)):
                     facts = _check(of_task, path, terms, stop)
                     _check_same_model(options.file, facts, spec.compute_dtype)
-                    pair = _measured_pair(of_task, facts, table.made_by, path)
-                    pairs[task.temperature].append(pair._replace(source=task.title if len(tasks) > 1 else ""))
+                    title = task.title if len(tasks) > 1 else ""
+                    pair = _measured_pair(of_task, facts, table.made_by, path, source=title)
+                    pairs[task.temperature].append(pair)
             num_tokens += sum(len(row.output_tokens) for row in table.rows)
     noise, *others = [
         _noise_of(of_one, _model_name(file.run.model), spec.compute_dtype, _terms(spec, temperature))
@@ -151,8 +152,8 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
             for by in (policy, replace(policy, plain=True)):
                 facts = _check(table, by, terms, stop)
                 _check_same_model(path, facts, options.dtype)
-                pair = _measured_pair(table, facts, table.made_by or path.stem, by)
-                pair = pair._replace(source=path.stem if len(options.files) > 1 else "")
+                source = path.stem if len(options.files) > 1 else ""
+                pair = _measured_pair(table, facts, table.made_by or path.stem, by, source=source)
                 if pair.name in {one.name for one in pairs}:
                     raise ValueError(
                         f"{path}: another file with this name has rows of the same kind of machine; rename it after its machine, "
@@ -192,10 +193,11 @@ class MeasuredPair(NamedTuple):
 
 
 def _measured_pair(
-    table: RolloutTable, facts: Sequence[RowFacts], made_by: str, policy: LoadedPolicy
+    table: RolloutTable, facts: Sequence[RowFacts], made_by: str, policy: LoadedPolicy, *, source: str = ""
 ) -> MeasuredPair:
     units = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
-    return MeasuredPair(made_by, str(policy.compute_class()), units, [row.prompt_index for row in table.rows])
+    prompts = [row.prompt_index for row in table.rows]
+    return MeasuredPair(made_by, str(policy.compute_class()), units, prompts, source)
 
 
 def _noise_of(

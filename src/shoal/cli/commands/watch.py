@@ -7,28 +7,25 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from rich.console import Console
 
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
-from shoal.cli.run_folder import RunFolder, is_run_folder
+from shoal.cli.run_folder import is_run_folder
+from shoal.cli.run_reader import open_reader
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import is_url
 from shoal.cli.ui.view import make_view, sparkline
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.swarm.coordinator.http.live_page import page_file
-from shoal.swarm.coordinator.leases.transcripts import RolloutQuery, read_rollouts
-from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
 from shoal.telemetry import printable
 from shoal.wire.messages import Stats
-from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
+from shoal.wire.page_data import RolloutGroup, RolloutPage, Snapshot
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -99,11 +96,7 @@ def final_summary(snapshot: Snapshot) -> str:
 
 
 def report(options: argparse.Namespace, stop: threading.Event) -> int:
-    data = (
-        read_url(options.run, stop)
-        if is_url(options.run)
-        else read_folder(Path(options.run), options.database)
-    )
+    data = read_report(options.run, stop, database=options.database)
     text = make_report(data)
     write_bytes_atomically(options.out, text.encode(), durable=False)
     name = printable(data["snapshot"]["terms"]["run"])
@@ -115,40 +108,29 @@ def write_report(folder: Path, out: Path) -> Path | None:
     """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
     if not is_run_folder(folder):
         return None
-    write_bytes_atomically(out, make_report(read_folder(folder)).encode(), durable=False)
+    write_bytes_atomically(
+        out, make_report(read_report(str(folder), threading.Event())).encode(), durable=False
+    )
     return out
 
 
-def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
-    """Returns the data of a report from a running coordinator."""
-    with PublicApi(url) as api:
-        snapshot = api.read("/v1/page", Snapshot)
+def read_report(run: str, stop: threading.Event, *, database: str = "") -> dict[str, Any]:
+    """Returns the data of a report: of a coordinator as it is now, of a folder as it was at its last event."""
+    with open_reader(run, database) as reader:
+        snapshot = reader.snapshot()
         workers, pages = snapshot.workers[:MAX_NODES], []
         with progress("pages of nodes", len(workers)) as advance:
             for worker in workers:
                 if stop.is_set():
                     raise Stopped("stopped while the run was read")
-                pages.append(api.read(f"/v1/nodes/{worker.node}/page", NodePage))
+                pages.append(reader.node_page(worker.node))
                 advance(1)
-        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts_at(api, query))
-    return to_data(snapshot, pages, rollouts)
-
-
-def read_rollouts_at(api: PublicApi, query: RolloutQuery) -> RolloutPage:
-    """Returns the groups that a running coordinator has for this query."""
-    given = asdict(query) | {"held_out": "1" if query.held_out else ""}
-    given = {name: value for name, value in given.items() if value not in ("", None)}
-    return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
-
-
-def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
-    """Returns the data of a report from a run's tables, as they were at its last event. The run may still be running."""
-    with RunFolder(folder, database) as run:
-        terms = run.terms_at_end()
-        snapshot = take_snapshot(run.db, terms)
-        pages = [node_page(run.db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
-        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(run.db, query))
-    return to_data(snapshot, pages, rollouts)
+        rollouts = choose_rollouts(snapshot, reader.rollouts)
+    return {
+        "rollouts": [group.model_dump(mode="json") for group in rollouts],
+        "snapshot": snapshot.model_dump(mode="json"),
+        "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
+    }
 
 
 def choose_rollouts(snapshot: Snapshot, read: Callable[[RolloutQuery], RolloutPage]) -> list[RolloutGroup]:
@@ -163,14 +145,6 @@ def choose_rollouts(snapshot: Snapshot, read: Callable[[RolloutQuery], RolloutPa
             page = read(RolloutQuery(held_out=held_out, version=version, limit=REPORT_GROUPS))
             found += page.groups[:REPORT_GROUPS]
     return list({group.group_id: group for group in found}.values())
-
-
-def to_data(snapshot: Snapshot, pages: list[NodePage], rollouts: list[RolloutGroup]) -> dict[str, Any]:
-    return {
-        "rollouts": [group.model_dump(mode="json") for group in rollouts],
-        "snapshot": snapshot.model_dump(mode="json"),
-        "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
-    }
 
 
 def make_report(data: dict[str, Any]) -> str:
