@@ -18,6 +18,7 @@ from shoal.cli.commands.doctor import _relay
 from shoal.cli.commands.evaluate import _source, fetch_published
 from shoal.cli.main import parse
 from shoal.cli.public_api import PublicApi
+from shoal.net.http_client import Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -133,24 +134,49 @@ def test_a_tasks_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
         assert source.sampling.temperature == 0.5 and source.sampling.max_new_tokens == 5
 
 
-def test_doctor_does_not_read_an_answer_without_end(run: Run) -> None:
-    """A relay chooses what it sends: one that ignores the range must not fill the memory of a machine that joins."""
-    sent = 0
+class EndlessServer:
+    """Answers every request with 256 MiB; `sent` counts the bytes."""
 
-    async def endless() -> AsyncIterator[bytes]:
-        nonlocal sent
-        while sent < 256 << 20:
-            sent += 1 << 20
+    def __init__(self) -> None:
+        self.sent = 0
+        app = Starlette(routes=[Route("/{path:path}", lambda request: StreamingResponse(self._body()))])
+        self._server = Server(app, listen("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.port}"
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        while self.sent < 256 << 20:
+            self.sent += 1 << 20
             yield bytes(1 << 20)
 
-    app = Starlette(routes=[Route("/{path:path}", lambda request: StreamingResponse(endless()))])
-    server = Server(app, listen("127.0.0.1", 0))
-    server.start()
-    try:
-        finding = _relay(f"http://127.0.0.1:{server.port}", run.manifest.body)
-        assert finding.state == "good" and sent < 128 << 20
-    finally:
-        server.close()
+    def __enter__(self) -> "EndlessServer":
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+
+def test_doctor_does_not_read_an_answer_without_end(run: Run) -> None:
+    """A relay chooses what it sends: one that ignores the range must not fill the memory of a machine that joins."""
+    with EndlessServer() as server:
+        finding = _relay(server.url, run.manifest.body)
+        assert finding.state == "good" and server.sent < 128 << 20
+
+
+def test_a_coordinators_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shoal join URL` asks a stranger's coordinator before it confines itself."""
+    monkeypatch.setattr("shoal.cli.public_api.MAX_ANSWER_BYTES", 1 << 20, raising=False)
+    with EndlessServer() as server, PublicApi(server.url) as api:
+        with pytest.raises(Unreachable, match="/v1/info gives more than 1,048,576 bytes"):
+            api.read("/v1/info", Info)
+        assert server.sent < 128 << 20
+
+
+def test_a_coordinators_answer_that_comes_too_slowly_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.public_api.ANSWER_S", 0.0, raising=False)
+    refused = pytest.raises(Unreachable, match="/v1/info takes more than 0 s")
+    with EndlessServer() as server, PublicApi(server.url) as api, refused:
+        api.read("/v1/info", Info)
 
 
 def test_doctor_accepts_a_private_relay(run: Run) -> None:

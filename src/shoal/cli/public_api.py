@@ -1,5 +1,6 @@
 """Reads a coordinator's public routes, with errors that name the URL and what to check."""
 
+import time
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -10,6 +11,9 @@ from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 
 TIMEOUT_S = 20.0
+MAX_ANSWER_BYTES = 512 << 20
+ANSWER_S = 600.0
+"""Seconds that a whole answer may take. `timeout_s` bounds the pause between two pieces of it."""
 
 R = TypeVar("R", bound=Record)
 
@@ -34,7 +38,8 @@ class PublicApi(AbstractContextManager["PublicApi"]):
     def find(self, path: str) -> bytes | None:
         """Like `get`, but returns None where the coordinator answers 404."""
         try:
-            answer = self._http.get(path.removeprefix("/"))
+            with self._http.stream("GET", path.removeprefix("/")) as answer:
+                body = self._read_body(answer, path)
         except httpx2.HTTPError as error:
             raise Unreachable(
                 f"{self.url}: {type(error).__name__}: {error}; check the URL, and that the coordinator runs there"
@@ -43,7 +48,18 @@ class PublicApi(AbstractContextManager["PublicApi"]):
             return None
         if not answer.is_success:
             raise self._not_a_coordinator(f"{path} gives HTTP {answer.status_code}")
-        return answer.content
+        return body
+
+    def _read_body(self, answer: httpx2.Response, path: str) -> bytes:
+        """Returns the body. The coordinator may be a stranger's, whose answer never ends."""
+        body, give_up_s = bytearray(), time.monotonic() + ANSWER_S
+        for piece in answer.iter_bytes():
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES:
+                raise self._not_a_coordinator(f"{path} gives more than {MAX_ANSWER_BYTES:,} bytes")
+            if time.monotonic() > give_up_s:
+                raise self._not_a_coordinator(f"{path} takes more than {ANSWER_S:.0f} s")
+        return bytes(body)
 
     def read(self, path: str, kind: type[R]) -> R:
         """Returns the record at `path`. Raises Unreachable if the answer is something else."""

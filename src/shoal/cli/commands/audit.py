@@ -391,7 +391,7 @@ def repeat_verdict(
         if error.code != "request.not_found" or verdict.body["code"] == ACCEPTED:
             raise
         return DELETED
-    if claim.lease.digest() != issued.body["lease_digest"]:
+    if claim.lease.digest() != issued.body.get("lease_digest"):
         return "the lease does not have the digest that the ledger has"
     try:
         data = source.read_object(claim.sha256)

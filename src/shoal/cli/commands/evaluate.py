@@ -307,7 +307,8 @@ def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
 def _status(source: str, headers: dict[str, str]) -> int | None:
     """Returns the status with which a source answers; None if it does not."""
     try:
-        return httpx2.get(f"{source}/ticket", headers=headers, timeout=TIMEOUT_S).status_code
+        with httpx2.stream("GET", f"{source}/ticket", headers=headers, timeout=TIMEOUT_S) as answer:
+            return answer.status_code
     except httpx2.HTTPError:
         return None  # it may be reachable again later, while others serve
 
