@@ -105,7 +105,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
     with PublicApi(run.url) as api:
-        return fetch_published(api, None, into, key, threading.Event())
+        return fetch_published(api, "newest", into, key, threading.Event())
 
 
 def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) -> None:

@@ -368,8 +368,8 @@ def _add_toploc(commands: Commands) -> None:
     add_set(whole)
     whole.add_argument("--model", help="measure this model instead, for example a later version of the run")
     whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
-    whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")
+    add_device(whole)
+    add_threads(whole)
     whole.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     whole.set_defaults(action=Imported("commands.toploc", "calibrate_run"))
     for action in (prove, calibrate):

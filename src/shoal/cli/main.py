@@ -25,11 +25,7 @@ from shoal.cli.arguments import (
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.result_arguments import add_answer_commands, add_init, add_result_commands, add_view_commands
 from shoal.cli.run.roles import add_roles
-from shoal.cli.run.supervise import (
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    GRACE_S,
-)
+from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_USAGE, GRACE_S
 from shoal.cli.ui.errors import Parser, describe_error, expected_errors, is_permanent_refusal
 from shoal.cli.ui.examples import add_examples
 from shoal.net.waiting import Stopped

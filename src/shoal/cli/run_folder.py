@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Claim, History, Stats
+from shoal.wire.messages import Claim, Evaluation, History, Stats
 from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def coordinator_folder(folder: Path) -> Path:
     return folder / "coordinator" if (folder / "coordinator").is_dir() else folder
 
 
-def find_database(folder: Path, name: str) -> Path:
+def find_database(folder: Path) -> Path:
+    from shoal.swarm.coordinator.context import DATABASE_FILE as name
+
     for path in (folder / "coordinator" / name, folder / name):
         if path.exists():
             return path
@@ -68,6 +70,24 @@ def find_database(folder: Path, name: str) -> Path:
     raise ValueError(
         f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, such as out/NAME, or a URL"
     )
+
+
+def named_version(
+    name: str, where: object, read_evaluations: Callable[[], Iterable[Evaluation]]
+) -> int | None:
+    """Returns the version that `best` or a number names; None for `newest`. `where` is the run, for messages."""
+    if name == NEWEST:
+        return None
+    if name == BEST:
+        means = held_out_means(read_evaluations())
+        if not means:
+            raise ValueError(
+                f"{where} has no complete held-out evaluation yet; name a version instead, or newest"
+            )
+        return best_version(means)
+    if not name.isdecimal():
+        raise ValueError(f"--version {name}: use a number, best or newest")
+    return int(name)
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, folder: Path, database: str = "") -> None:
         """`database` is the URL of the run's PostgreSQL, in the place of the one that the run file names."""
-        from shoal.swarm.coordinator.context import DATABASE_FILE, spec_now
+        from shoal.swarm.coordinator.context import spec_now
         from shoal.swarm.coordinator.store.database import read_only
         from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, run
 
@@ -93,7 +113,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.config = config_of(folder)
         self._coordinator = coordinator_folder(folder)
         self._stack = ExitStack()
-        where = database or self.config.database or find_database(folder, DATABASE_FILE)
+        where = database or self.config.database or find_database(folder)
         self.db = self._stack.enter_context(read_only(where))
         # The layout first: in another layout the other columns may be missing.
         layout = self.db.execute(run.select().with_only_columns(run.c.schema_version)).scalar_one_or_none()
@@ -197,27 +217,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         trainer = self.folder / "trainer"
         return VersionArchive(trainer / "archive", trainer / "versions")
 
-    def best(self) -> int:
-        """Returns the version with the highest held-out reward."""
-        means = held_out_means(self.history().evaluations)
-        if not means:
-            raise ValueError(f"{self.folder} has no complete held-out evaluation yet; name a version instead")
-        return best_version(means)
-
     def find_version(self, name: str) -> int:
         """Returns the version that `best`, `newest` or a number names. Raises ValueError if it is not here."""
-        if name == BEST:
-            return self.best()
+        named = named_version(name, self.folder, lambda: self.history().evaluations)
         versions = self.archive.versions()
         if not versions:
             raise ValueError(
                 f"{self.folder / 'trainer'} has no version; did the run's trainer run elsewhere?"
             )
-        if name == NEWEST:
-            return versions[-1]
-        if not name.isdigit():
-            raise ValueError(f"--version {name}: use a number, best or newest")
-        return int(name)
+        return versions[-1] if named is None else named
 
     def restore(self, version: int, out: Path) -> Manifest:
         """Writes the files of a version to the folder `out`, verified with the run's key, and returns its manifest."""

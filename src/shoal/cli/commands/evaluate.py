@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import json
-import math
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx2
@@ -27,9 +27,9 @@ from shoal.cli.commands.sample_answers import (
 )
 from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
+from shoal.cli.run_folder import NEWEST, RunFolder, is_run_folder, named_version
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, is_url, pass_at, wilson
+from shoal.cli.ui.values import MAX_NEW_TOKENS, is_url, pass_at, wilson
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient, Tickets
 from shoal.tasks import Outcome
@@ -146,6 +146,7 @@ def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figure
     answers = [one for group in groups for one in group]
     rights = [sum(one.outcome is Outcome.RIGHT for one in group) for group in groups]
     share = sum(rights) / len(answers)
+    off_budget = [one.off_budget for one in answers if one.off_budget is not None]
     at_k = [pass_at(k, samples=len(group), right=right) for group, right in zip(groups, rights, strict=True)]
     return Figures(
         prompts=len(groups),
@@ -153,20 +154,15 @@ def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figure
         pass_at_1=share,
         pass_at_1_interval=wilson(share, len(groups)),
         k=k,
-        pass_at_k=math.fsum(at_k) / len(at_k),
-        pass_at_k_interval=wilson(math.fsum(at_k) / len(at_k), len(groups)),
-        reward_mean=math.fsum(one.value for one in answers) / len(answers),
+        pass_at_k=fmean(at_k),
+        pass_at_k_interval=wilson(fmean(at_k), len(groups)),
+        reward_mean=fmean(one.value for one in answers),
         wrong=sum(one.outcome is Outcome.WRONG for one in answers) / len(answers),
         unparseable=sum(one.outcome is Outcome.UNPARSEABLE for one in answers) / len(answers),
         cut=sum(one.cut for one in answers) / len(answers),
-        tokens_mean=sum(one.num_tokens for one in answers) / len(answers),
-        off_budget_mean=_mean_off_budget(answers),
+        tokens_mean=fmean(one.num_tokens for one in answers),
+        off_budget_mean=fmean(off_budget) if off_budget else None,
     )
-
-
-def _mean_off_budget(answers: list[GradedAnswer]) -> float | None:
-    off = [one.off_budget for one in answers if one.off_budget is not None]
-    return sum(off) / len(off) if off else None
 
 
 def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
@@ -224,36 +220,23 @@ def _source(
         return
     with tempfile.TemporaryDirectory() as into:
         with PublicApi(options.model) as api:
-            number = find_published(api, options.version or NEWEST)
-            info, folder, version = fetch_published(api, number, Path(into), options.key, stop)
+            name = options.version or NEWEST
+            info, folder, version = fetch_published(api, name, Path(into), options.key, stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
         yield folder, spec, ModelSource(version, info.spec.sampling.of(spec))
 
 
-def find_published(api: PublicApi, name: str) -> int | None:
-    """Returns the version that `best` or a number names; None for `newest`."""
-    if name == NEWEST:
-        return None
-    if name.isdigit():
-        return int(name)
-    if name != BEST:
-        raise ValueError(f"--version {name}: use a number, best or newest")
-    means = held_out_means(api.read("/v1/stats", Stats).evaluations)
-    if not means:
-        raise ValueError(f"{api.url} has no complete held-out evaluation yet; use --version newest")
-    return best_version(means)
-
-
 def fetch_published(
-    api: PublicApi, version: int | None, into: Path, key: Path | None, stop: threading.Event
+    api: PublicApi, name: str, into: Path, key: Path | None, stop: threading.Event
 ) -> tuple[Info, Path, int]:
-    """Fetches a published version, None for the newest, and verifies it with the run's key.
+    """Fetches the version that `best`, `newest` or a number names, and verifies it with the run's key.
 
     `key` is a member's key, for relays that are private.
     """
     from shoal.shardcast import RelayChoice, fetch_version
 
     log = Log("eval")
+    version = named_version(name, api.url, lambda: api.read("/v1/stats", Stats).evaluations)
     info = api.read("/v1/info", Info)
     found = api.find(f"/v1/policies/{'latest' if version is None else version}")
     if found is None:

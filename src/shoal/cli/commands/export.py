@@ -130,12 +130,11 @@ def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
 
 
 def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tuple[Path, RunFacts]:
-    from shoal.cli.commands.evaluate import fetch_published, find_published
+    from shoal.cli.commands.evaluate import fetch_published
     from shoal.shardcast.manifest_files import read_manifest
 
     with PublicApi(options.run) as api:
-        number = find_published(api, options.version)
-        info, folder, version = fetch_published(api, number, into, options.key, stop)
+        info, folder, version = fetch_published(api, options.version, into, options.key, stop)
         head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
         history = api.read("/v1/history", History)
     manifest = read_manifest(folder)
