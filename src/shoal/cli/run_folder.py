@@ -11,9 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sqlalchemy import func, select
 
 from shoal.cli.ui.values import best_version, held_out_means
+from shoal.shardcast.archive import VersionArchive
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.context import DATABASE_FILE, spec_now
+from shoal.swarm.coordinator.leases.verdicts import stored_claim
+from shoal.swarm.coordinator.store import schema
+from shoal.swarm.coordinator.store.database import read_only
+from shoal.swarm.coordinator.store.ledger_chain import read_page
+from shoal.swarm.coordinator.views.stats import history, stats
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.keys import Key
@@ -22,18 +32,12 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Claim, Evaluation, History, Stats
 from shoal.wire.run_spec import RunSpec
 
-if TYPE_CHECKING:
-    from shoal.shardcast.archive import VersionArchive
-    from shoal.swarm.coordinator.config import CoordinatorConfig
-
 PAGE = 1000
 BEST, NEWEST = "best", "newest"
 
 
 def is_run_folder(path: Path) -> bool:
     """Returns whether a run's tables are in this folder or in its subfolder `coordinator`."""
-    from shoal.swarm.coordinator.context import DATABASE_FILE
-
     return any((place / DATABASE_FILE).exists() for place in (path, path / "coordinator")) or (
         (path / "run.toml").exists() and bool(config_of(path).database)
     )
@@ -45,10 +49,8 @@ def read_run_file(folder: Path) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def config_of(folder: Path) -> "CoordinatorConfig":
+def config_of(folder: Path) -> CoordinatorConfig:
     """Returns the section [coordinator] of the run's file. Other sections may name files of another machine."""
-    from shoal.swarm.coordinator.config import CoordinatorConfig
-
     return CoordinatorConfig.parse(json.dumps(read_run_file(folder).get("coordinator", {})))
 
 
@@ -58,9 +60,7 @@ def coordinator_folder(folder: Path) -> Path:
 
 
 def find_database(folder: Path) -> Path:
-    from shoal.swarm.coordinator.context import DATABASE_FILE as name
-
-    for path in (folder / "coordinator" / name, folder / name):
+    for path in (folder / "coordinator" / DATABASE_FILE, folder / DATABASE_FILE):
         if path.exists():
             return path
     if not folder.exists():
@@ -68,7 +68,7 @@ def find_database(folder: Path) -> Path:
             f"no folder {folder}; give a run's folder, such as out/NAME, or a URL: http://HOST:PORT"
         )
     raise ValueError(
-        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, such as out/NAME, or a URL"
+        f"{folder} holds no run: neither {DATABASE_FILE} nor coordinator/{DATABASE_FILE}; give a run's folder, such as out/NAME, or a URL"
     )
 
 
@@ -94,7 +94,7 @@ def named_version(
 class FolderTerms:
     """The parts of a coordinator that the views need (views/stats.py), read from a run's folder."""
 
-    config: "CoordinatorConfig"
+    config: CoordinatorConfig
     spec: RunSpec
     clock: Callable[[], float]
     folder: Path
@@ -105,10 +105,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, folder: Path, database: str = "") -> None:
         """`database` is the URL of the run's PostgreSQL, in the place of the one that the run file names."""
-        from shoal.swarm.coordinator.context import spec_now
-        from shoal.swarm.coordinator.store.database import read_only
-        from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, run
-
         self.folder = folder
         self.config = config_of(folder)
         self._coordinator = coordinator_folder(folder)
@@ -116,13 +112,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         where = database or self.config.database or find_database(folder)
         self.db = self._stack.enter_context(read_only(where))
         # The layout first: in another layout the other columns may be missing.
-        layout = self.db.execute(run.select().with_only_columns(run.c.schema_version)).scalar_one_or_none()
-        if layout != SCHEMA_VERSION:
+        layout = self.db.execute(select(schema.run.c.schema_version)).scalar_one_or_none()
+        if layout != schema.SCHEMA_VERSION:
             self._stack.close()
             raise ValueError(
-                f"{folder} holds no run of layout {SCHEMA_VERSION}; use the release of Shoal that ran it"
+                f"{folder} holds no run of layout {schema.SCHEMA_VERSION}; use the release of Shoal that ran it"
             )
-        held = self.db.execute(run.select()).one()
+        held = self.db.execute(schema.run.select()).one()
         self.spec = spec_now(self.db, RunSpec.parse(held.spec))
         self.run_key = str(held.run_key)
 
@@ -133,8 +129,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def events(self) -> Iterator[LedgerEvent]:
         """Yields all events of the ledger. Their hashes are not checked."""
-        from shoal.swarm.coordinator.store.ledger_chain import read_page
-
         seq = 1
         while page := read_page(self.db, seq, PAGE):
             yield from page
@@ -152,17 +146,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def stats(self) -> Stats:
         """Returns the figures that the run's coordinator would show now."""
-        from shoal.swarm.coordinator.views.stats import stats
-
         return stats(self.db, self._terms(time.time))
 
     def terms_at_end(self) -> FolderTerms:
         """Returns the terms of views that show the run as it was at its last event."""
-        from sqlalchemy import func, select
-
-        from shoal.swarm.coordinator.store.schema import ledger
-
-        last_s = float(self.db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
+        newest = select(func.coalesce(func.max(schema.ledger.c.time_s), 0.0))
+        last_s = float(self.db.execute(newest).scalar_one())
         return self._terms(lambda: last_s)
 
     def _terms(self, clock: Callable[[], float]) -> FolderTerms:
@@ -170,8 +159,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def history(self) -> History:
         """Returns every step and every held-out evaluation."""
-        from shoal.swarm.coordinator.views.stats import history
-
         return history(self.db)
 
     @property
@@ -190,8 +177,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def claim(self, lease_id: str) -> Claim:
         """Returns a submission for an audit."""
-        from shoal.swarm.coordinator.leases.verdicts import stored_claim
-
         return stored_claim(self.db, lease_id)
 
     def read_object(self, sha256: str) -> bytes:
@@ -210,10 +195,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     # -- versions -----------------------------------------------------------------------------------------
 
     @property
-    def archive(self) -> "VersionArchive":
+    def archive(self) -> VersionArchive:
         """Returns the versions that the run's trainer keeps on this machine."""
-        from shoal.shardcast.archive import VersionArchive
-
         trainer = self.folder / "trainer"
         return VersionArchive(trainer / "archive", trainer / "versions")
 

@@ -24,6 +24,8 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import byte_size
 from shoal.net.http_client import Unreachable
 from shoal.swarm.coordinator.rules.node_status import is_older
+from shoal.tasks import CannotGrade
+from shoal.tasks.grading.sandbox import best_level
 from shoal.telemetry import printable
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.manifest import Manifest
@@ -128,9 +130,6 @@ def _folder(dir: Path, *, make: bool) -> HealthCheck:
 
 def _sandbox() -> HealthCheck:
     """Returns how programs would be isolated. Only validators run programs, so no level keeps a worker from working."""
-    from shoal.tasks import CannotGrade
-    from shoal.tasks.grading.sandbox import best_level
-
     try:
         level = best_level()
     except CannotGrade as error:

@@ -32,6 +32,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import MAX_NEW_TOKENS, is_url, pass_at, wilson
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient, Tickets
+from shoal.shardcast import RelayChoice, fetch_version
 from shoal.tasks import Outcome
 from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log, printable
@@ -233,8 +234,6 @@ def fetch_published(
 
     `key` is a member's key, for relays that are private.
     """
-    from shoal.shardcast import RelayChoice, fetch_version
-
     log = Log("eval")
     version = named_version(name, api.url, lambda: api.read("/v1/stats", Stats).evaluations)
     info = api.read("/v1/info", Info)

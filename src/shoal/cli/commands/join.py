@@ -16,19 +16,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from shoal.cli.commands.doctor import examine, print_findings
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.confined_worker import confinement, run_confined
 from shoal.cli.run.roles import limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
+from shoal.cli.ui.join_view import JoinView, single_keys
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.questions import STOP_POLL_S, agrees
 from shoal.cli.ui.values import byte_size, check_device
 from shoal.cli.ui.view import shown_trust
-from shoal.files import write_bytes_atomically
+from shoal.files import folder_bytes, write_bytes_atomically
 from shoal.landlock import Confinement, Protection
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import Stopped
-from shoal.rollout.worker.worker_folder import LOG_FILE, PAUSE_NOW
+from shoal.rollout.worker.worker_folder import LOG_FILE, NODE_FILES, PAUSE_NOW, is_in_use
 from shoal.telemetry import Log, printable
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.delegation import read_delegation
@@ -52,10 +56,8 @@ VIEW_TIMEOUT_S = 2.0
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
-    from shoal.cli.commands.doctor import examine, print_findings
     from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import check_engine
-    from shoal.rollout.worker.worker_folder import is_in_use
 
     if is_in_use(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
@@ -110,9 +112,6 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _run_with_view(options: argparse.Namespace, rules: Confinement, stop: threading.Event, node: str) -> int:
     """Runs the worker with its log in a file and a few lines about it at the terminal."""
-    from rich.console import Console
-
-    from shoal.cli.ui.join_view import JoinView, single_keys
 
     def ask() -> tuple[Info, NodeView | None] | None:
         try:
@@ -294,8 +293,6 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def pause(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     _joined(options.dir)
     flag = options.dir / "paused"
     if options.off:
@@ -329,8 +326,6 @@ def leave(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _leave_run(folder: Path, stop: threading.Event) -> bool:
     """Leaves the run and returns True; if a worker runs in the folder, tells it to leave and returns False."""
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     key, url = _joined(folder)
     if is_in_use(folder):
         (folder / "leaving").touch()
@@ -343,9 +338,6 @@ def _leave_run(folder: Path, stop: threading.Event) -> bool:
 
 def remove(options: argparse.Namespace, stop: threading.Event) -> int:
     """Leaves the run and deletes what a node's folder holds. Files that Shoal did not write there are kept."""
-    from shoal.files import folder_bytes
-    from shoal.rollout.worker.worker_folder import NODE_FILES
-
     key = load_key(options.dir)
     size = folder_bytes(options.dir)
     lost = "its key is kept" if options.keep_key else "its key too, and with it the claim to its credit"
@@ -376,8 +368,6 @@ def remove(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _leave_before_removal(options: argparse.Namespace, stop: threading.Event) -> None:
     """Leaves the run, and waits for a worker that runs in the folder to deliver its lease and end."""
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     is_running = is_in_use(options.dir)
     if (options.dir / JOINED).exists():
         try:

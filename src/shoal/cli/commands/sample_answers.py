@@ -27,6 +27,7 @@ from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.task_errors import conversation_before, grade_answer, pose_problem, pose_twice
 from shoal.tasks.wrapped_tasks import choose_problems
+from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -224,8 +225,6 @@ def _graded(
     rows: "Sequence[FinishedRow]",
     spec: TaskSpec,
 ) -> list[GradedAnswer]:
-    from shoal.wire.rollouts import Finish
-
     thinks = engine.tokenizer.thinks(chat=task.chat, setting=ChatSetting((), spec.chat_template_kwargs))
     answers = [
         Answer(
