@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.commands.serve import AnswerServer, EngineThread, ServeError
 from shoal.cli.commands.verify_answer import verify_response
-from shoal.cli.main import main
+from shoal.cli.main import main, parse, run_command
 from shoal.model.builtin import create_model
 from shoal.net.http_server import Server, listen
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
@@ -210,6 +210,13 @@ def test_a_body_without_end_is_refused(url: str) -> None:
         pass  # the connection was closed while the body was sent
     assert pieces < 1000
     ask(url)
+
+
+def test_a_server_that_was_stopped_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert run_command(parse(["serve", str(folder), "--port", "0"]), stop) == 130
+    assert "serving v0 at http://127.0.0.1:" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.run.supervise import EXIT_OK, lock_folder
+from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK, lock_folder
 from shoal.cli.ui.values import (
     Commands,
     add_device,
@@ -25,7 +25,7 @@ from shoal.cli.ui.values import (
 )
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import DeadlinePassed
-from shoal.telemetry import Log
+from shoal.telemetry import Log, printable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -369,7 +369,7 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
     print(f"join: http://{host}:{port}", flush=True)
     stop.wait()
     server.shutdown()
-    return EXIT_OK
+    return EXIT_INTERRUPTED
 
 
 async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -398,7 +398,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
                 print(f"{time.strftime('%H:%M:%S')} {len(peers)} peers", *peers, sep="\n  ", flush=True)
     finally:
         await mesh.stop()
-    return EXIT_OK
+    return EXIT_INTERRUPTED
 
 
 # -- what is shown ------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def reach_of(address: str) -> str:
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:
-    """Returns one line per peer of a directory."""
+    """Returns one line per peer of a directory, which every peer writes into."""
     from shoal.diloco.averaging.peer_messages import Card
     from shoal.wire.codes import Rejected
 
@@ -428,7 +428,7 @@ def describe_peers(cards: dict[str, bytes]) -> list[str]:
             continue
         held = card.standing
         where = "no state yet" if held is None else f"round {held.round}, state {held.state_digest[:8]}"
-        lines.append(f"{peer[-10:]}  {where}{'' if card.reachable else ', outbound only'}")
+        lines.append(f"{printable(peer[-10:])}  {where}{'' if card.reachable else ', outbound only'}")
     return lines
 
 
@@ -436,6 +436,7 @@ def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> "G
     """Returns the site's progress, its last round, and the other peers."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     own = Table(title=f"{file.run.name} at this site", show_header=False)
     report = progress.last_round
@@ -459,7 +460,7 @@ def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> "G
     for peer, card in sorted(getattr(averager, "peers", dict)().items()):
         held = card.standing
         others.add_row(
-            peer[-10:],
+            Text(printable(peer[-10:])),
             "" if held is None else str(held.round),
             "in a round" if card.in_round else str(card.phase),
             "" if held is None else held.state_digest[:8],

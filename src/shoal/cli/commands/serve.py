@@ -38,6 +38,7 @@ from shoal.cli.commands.verify_answer import (
     answer_text,
     prompt_tokens,
 )
+from shoal.cli.run.supervise import EXIT_INTERRUPTED
 from shoal.net.http_server import Server, listen
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 from shoal.wire.codes import Rejected
@@ -305,4 +306,4 @@ def serve(options: argparse.Namespace, stop: threading.Event) -> int:
                 thread.check()
         finally:
             server.close()
-    return 0
+    return EXIT_INTERRUPTED
