@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from shoal import shardcast
 from shoal.cli.commands.doctor import _relay
-from shoal.cli.commands.evaluate import _source, fetch_published
+from shoal.cli.commands.evaluate import _open_model, fetch_published
 from shoal.cli.main import parse
 from shoal.cli.public_api import PublicApi
 from shoal.net.http_client import Unreachable
@@ -129,9 +129,9 @@ def test_a_version_that_no_relay_serves_is_not_waited_for(run: Run, tmp_path: Pa
 
 def test_a_tasks_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
     options = parse(["eval", run.url, "--key", str(tmp_path / "node.key")])
-    with _source(options, threading.Event()) as (_, spec, source):
-        assert spec.name == "sort" and source.version == 3
-        assert source.sampling.temperature == 0.5 and source.sampling.max_new_tokens == 5
+    with _open_model(options, threading.Event()) as model:
+        assert model.task.name == "sort" and model.version == 3
+        assert model.sampling.temperature == 0.5 and model.sampling.max_new_tokens == 5
 
 
 class EndlessServer:

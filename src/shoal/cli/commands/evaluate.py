@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 
@@ -72,10 +72,11 @@ class Figures:
     """Mean number of tokens above or below the budget, if prompts asked for a length."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model comes from: the version, if it is a run's, and the default sampling."""
+class EvaluatedModel(NamedTuple):
+    """The folder of a model, the task that it is evaluated on, its version if it is a run's, and the default sampling."""
 
+    folder: Path
+    task: TaskSpec
     version: int | None
     sampling: Sampling
 
@@ -84,9 +85,9 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     samples = options.samples or options.k
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
-    with _source(options, stop) as (folder, spec, source):
+    with _open_model(options, stop) as (folder, spec, version, sampling):
         task = load_task(spec)
-        draw = make_draw(options, samples, source.sampling)
+        draw = make_draw(options, samples, sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
         with progress("answers", len(posed) * samples) as advance:
@@ -96,7 +97,7 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
         write_answers(options.answers, answered)
     if options.show and not options.json:
         print(format_answers(answered[: options.show]))
-    settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
+    settings = {"model": options.model, "version": version, "task": spec.model_dump(), **asdict(draw)}
     print(json.dumps(settings | asdict(figures)) if options.json else format_figures(figures, settings))
     if len(posed) < options.prompts:
         print(f"shoal: the task has only {len(posed)} held-out problems; all were used", file=sys.stderr)
@@ -195,16 +196,14 @@ def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _source(
-    options: argparse.Namespace, stop: threading.Event
-) -> Iterator[tuple[Path, TaskSpec, ModelSource]]:
-    """Yields the model's folder, the task, and the model's source. A version of a run is written into a temporary folder."""
+def _open_model(options: argparse.Namespace, stop: threading.Event) -> Iterator[EvaluatedModel]:
+    """Yields the model. A version of a run is written into a temporary folder."""
     if is_run_folder(Path(options.model)):
         with RunFolder(Path(options.model)) as run, tempfile.TemporaryDirectory() as into:
             version = run.find_version(NEWEST if options.version is None else options.version)
             run.restore(version, Path(into))
             spec = run.local_spec().task if options.task is None else task_spec(options)
-            yield Path(into), spec, ModelSource(version, run.spec.sampling.of(spec))
+            yield EvaluatedModel(Path(into), spec, version, run.spec.sampling.of(spec))
         return
     if not is_url(options.model):
         if options.task is None:
@@ -217,14 +216,14 @@ def _source(
                 "--version needs a run's folder or a coordinator's URL as MODEL; leave it out for a model folder"
             )
         with model_folder(options.model) as folder:
-            yield folder, task_spec(options), ModelSource(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
+            yield EvaluatedModel(folder, task_spec(options), None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
         with PublicApi(options.model) as api:
             name = options.version or NEWEST
             info, folder, version = fetch_published(api, name, Path(into), options.key, stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
-        yield folder, spec, ModelSource(version, info.spec.sampling.of(spec))
+        yield EvaluatedModel(folder, spec, version, info.spec.sampling.of(spec))
 
 
 def fetch_published(

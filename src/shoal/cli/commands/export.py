@@ -293,10 +293,7 @@ class Conversation:
             max_new_tokens=self._options.max_new_tokens,
             temperature=self._options.temperature,
         )
-        for rows in generate(self._engine, [request], stop):
-            for row in rows:
-                return row.output_tokens
-        raise AssertionError("the engine ended without an answer")
+        return next(row for rows in generate(self._engine, [request], stop) for row in rows).output_tokens
 
 
 @contextlib.contextmanager
