@@ -446,7 +446,7 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.judge import judge
-    from shoal.swarm.validator.prefill import LoadedPolicy
+    from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
     lease, version = read_lease(lease_file)
@@ -467,8 +467,13 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     )
     decoder = load_causal(folder, dtype=DTYPES[spec.compute_dtype])
     policy = LoadedPolicy(version, decoder, load_tokenizer(folder))
-    with TableReader() as reader:
-        return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+    try:
+        with TableReader() as reader:
+            return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+    except CannotCheck as error:
+        raise ValueError(
+            f"{file} cannot be checked on this machine: {error}; if it needs more memory, end other programs"
+        ) from None
 
 
 def read_lease(path: Path) -> tuple[Lease, int]:

@@ -22,7 +22,7 @@ from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.rollout.engine.api import FinishedRow
 from shoal.swarm.validator.fact_checks import check_facts
-from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
 from shoal.swarm.validator.recompute import recompute
 from shoal.telemetry import printable
 from shoal.wire.codes import Rejected
@@ -193,6 +193,10 @@ def verify(options: argparse.Namespace, stop: threading.Event) -> int:
             evidence = verify_response(options.response, folder, dtype=options.dtype, device=options.device)
         except Rejected as refusal:
             result: dict[str, Any] = {"verified": False, "code": refusal.code, "reason": refusal.detail}
+        except CannotCheck as error:
+            raise ValueError(
+                f"{options.response} cannot be checked on this machine: {error}; use another one, or --device cuda"
+            ) from None
         else:
             num_tokens = sum(len(row.output_tokens) for row in evidence.rows)
             result = {"verified": True, "choices": len(evidence.rows), "tokens": num_tokens}
