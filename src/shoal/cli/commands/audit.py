@@ -168,10 +168,6 @@ def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
         raise CorruptData(f"the page from event {seq} on holds no ledger events") from None
 
 
-class VersionGone(Exception):
-    """No relay serves the version of a submission any more."""
-
-
 # -- shoal audit --------------------------------------------------------------------------------------------
 
 
@@ -187,8 +183,8 @@ class AuditSource:
     """Returns the submission on a lease."""
     read_object: Callable[[str], bytes]
     """Returns a submitted file; raises ValueError if it is not the one that was submitted."""
-    policy: Callable[[Claim], "LoadedPolicy"]
-    """Returns the version that a submission names; raises CannotCheck if its weights cannot be had."""
+    policy: Callable[[Claim], "LoadedPolicy | None"]
+    """Returns the version that a submission names, None if no relay holds it any more; raises CannotCheck if it cannot be loaded."""
 
 
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -256,9 +252,9 @@ def _audit_url(options: argparse.Namespace, stop: threading.Event) -> Iterator[A
         )
 
 
-def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy":
+def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy | None":
     if not claim.relays:
-        raise VersionGone
+        return None
     return versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
 
 
@@ -402,13 +398,12 @@ def repeat_verdict(
         int(verdict.body["evidence"].get("calibrated_at", claim.policy_version))
     )
     try:
-        again = judge(
-            data, claim, spec, source.policy(claim), reader=reader, control_seed=secrets.randbits(64)
-        )
+        policy = source.policy(claim)
+        if policy is None:
+            return GONE
+        again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
     except CannotCheck as error:
         return f"cannot be checked: {error}"
-    except VersionGone:
-        return GONE
     return difference_between(again, verdict, tolerance=_reward_tolerance(source.spec, claim))
 
 
