@@ -53,6 +53,8 @@ GONE = "no relay holds its version any more"
 """Why a verdict cannot be repeated. A run's folder has all versions; a URL has those that relays keep."""
 DELETED = "the coordinator deleted its rejected file"
 _NOT_REPEATABLE = (GONE, DELETED)
+_UNCHECKED = "cannot be checked: "
+"""Begins a result that says nothing against the ledger: this machine or the coordinator cannot repeat the verdict."""
 
 
 # -- shoal ledger verify ------------------------------------------------------------------------------------
@@ -325,9 +327,9 @@ def _print_result(options: argparse.Namespace, num_events: int, found: dict[str,
 def describe(difference: str | None, seed: str | None) -> str:
     """Returns the result of one repeated verdict in words. `seed` is the lease's revealed seed, if it is revealed."""
     if difference in _NOT_REPEATABLE:
-        return f"cannot be checked: {difference}"
+        return f"{_UNCHECKED}{difference}"
     if difference is not None:
-        return f"NOT GOOD: {difference}"
+        return difference if difference.startswith(_UNCHECKED) else f"NOT GOOD: {difference}"
     if seed is None:
         return "agrees with the ledger; its seed is not revealed yet"
     return "agrees with the ledger; its seed matches the commitment"
@@ -403,7 +405,7 @@ def repeat_verdict(
             return GONE
         again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
     except CannotCheck as error:
-        return f"cannot be checked: {error}"
+        return f"{_UNCHECKED}{error}"
     return difference_between(again, verdict, tolerance=_reward_tolerance(source.spec, claim))
 
 
