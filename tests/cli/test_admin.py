@@ -8,8 +8,8 @@ import pytest
 from test_ledger_verify import SPEC
 
 from running_coordinator import running_coordinator
-from shoal.cli.commands.admin import ACTIONS
 from shoal.cli.main import parse, run_command
+from shoal.cli.ui.values import ADMIN_ACTIONS
 from shoal.net.http_client import SignedClient
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS as KNOWN
 from shoal.telemetry import Log
@@ -41,4 +41,4 @@ def test_actions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_action_has_a_description() -> None:
-    assert set(ACTIONS) == set(KNOWN)
+    assert set(ADMIN_ACTIONS) == set(KNOWN)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, RunningWorker, eventually, small_run
 from test_contributor import shoal
 
+from shoal.cli.commands.audit import describe
 from shoal.cli.run_folder import RunFolder
 from shoal.swarm.coordinator.context import DATABASE_FILE
 from shoal.tasks.code_files import ALLOWED, load_code
@@ -117,6 +118,18 @@ def test_a_folder_is_audited_without_a_coordinator(
     shutil.copytree(folder / "origin", folder / "trainer" / "versions")
     assert shoal("audit", folder, "--sample", "2") == 0
     assert "verdicts that agree with the ledger: 2 of 2" in capsys.readouterr().out
+    shutil.rmtree(
+        folder / "coordinator" / "objects"
+    )  # a copy without the submitted files is no reason to suspect anybody
+    assert shoal("audit", folder, "--sample", "2") == 2
+    said = capsys.readouterr()
+    assert "NOT GOOD" not in said.out and "copy the coordinator's objects/" in said.err
+
+
+def test_work_that_this_machine_cannot_check_is_not_called_bad() -> None:
+    """A short memory says nothing against the node or the coordinator."""
+    assert describe("cannot be checked: out of memory", None) == "cannot be checked: out of memory"
+    assert describe("2 rewards, the ledger has 3", None) == "NOT GOOD: 2 rewards, the ledger has 3"
 
 
 def test_a_python_file_that_a_folder_names_is_not_executed(

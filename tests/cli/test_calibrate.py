@@ -183,6 +183,70 @@ def test_a_run_of_several_tasks_measures_each_of_them_at_its_temperatures(
         load_run_file(file, calibration=out).spec()
 
 
+ONLY_EVALUATED = """
+from shoal.tasks import Outcome, Problem, Reward
+
+
+class Held:
+    chat = False
+
+    def size(self, split):
+        return 8 if split == "eval" else 0
+
+    def problem(self, split, seed):
+        if split == "train":
+            raise ValueError("Held is for evaluation only; train on another task")
+        return Problem(f"{seed % 8} + 1 =", str(seed % 8 + 1))
+
+    def reward(self, problem, text, num_tokens):
+        return Reward(float(text == problem.answer), Outcome.RIGHT if text == problem.answer else Outcome.WRONG)
+"""
+
+
+def test_a_task_that_is_only_evaluated_is_calibrated_on_its_held_out_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.cli.commands.toploc.SHORT_RUN_ROWS", 256)
+    (tmp_path / "held.py").write_text(ONLY_EVALUATED)
+    file, out = tmp_path / "run.toml", tmp_path / "noise.json"
+    text = (RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1)
+    file.write_text(f'{text}\n[[eval]]\ntask = {{ name = "{tmp_path}/held.py:Held", label = "held" }}\n')
+    assert main(["toploc", "calibrate-run", str(file), "--out", str(out)]) == 0
+    assert any("evaluation held" in line for line in Noise.parse(out.read_bytes()).measured)
+
+
+def test_files_of_the_same_kind_of_machine_are_measured_apart(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have the same compute class: the second one must not replace the first."""
+    rows, out = calibration.with_name("here.parquet"), tmp_path / "noise.json"
+    other = tmp_path / "there.parquet"
+    other.write_bytes(rows.read_bytes())
+    words = ["toploc", "calibrate", "--model", "tiny", "--out", str(out), str(rows)]
+    assert main([*words, str(other)]) == 0
+    noise = Noise.parse(out.read_bytes())
+    assert sorted(line.rpartition(", ")[2] for line in noise.measured) == [
+        "here: 240 rows",
+        "here: 240 rows",
+        "there: 240 rows",
+        "there: 240 rows",
+    ]
+    assert len(noise.pairs) == 2 and sum(one.segments for one in noise.mismatches.by_size) > 900
+    again = tmp_path / "again" / "here.parquet"
+    again.parent.mkdir()
+    again.write_bytes(rows.read_bytes())
+    assert main([*words, str(again)]) == 2
+    assert "another file with this name has rows of the same kind of machine" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["toploc", "calibrate", str(calibration.with_name("here.parquet")), "--model", "tiny"]
+    assert main([*words, "--out", str(tmp_path / "noise.json"), "--device", "tpu"]) == 2
+    assert "--device tpu" in capsys.readouterr().err
+
+
 def test_answers_of_one_token_cannot_be_calibrated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

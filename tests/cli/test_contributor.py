@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, SmallRun, eventually, small_run
 
 from shoal.cli.commands.doctor import _protocol
+from shoal.cli.commands.join import read_lease
 from shoal.cli.main import parse, run_command
 from shoal.cli.public_api import PublicApi
 from shoal.wire.keys import Key
@@ -158,8 +159,11 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("identity", "restore", tmp_path / "safe", "--dir", tmp_path / "b") == 0
     assert Key.load(tmp_path / "b" / "node.key").public == key
     assert os.stat(tmp_path / "b" / "node.key").st_mode & 0o777 == 0o600
-    (tmp_path / "junk").write_text("[]")
-    assert shoal("identity", "restore", tmp_path / "junk", "--dir", tmp_path / "c") == 2
+    for junk in ("[]", '{"node.key": 5}', '{"node.key": "cut off"}'):
+        (tmp_path / "junk").write_text(junk)
+        assert shoal("identity", "restore", tmp_path / "junk", "--dir", tmp_path / "c") == 2
+        assert "is not a backup of a node" in capsys.readouterr().err
+        assert not (tmp_path / "c" / "node.key").exists()
 
     owner, word = tmp_path / "owner.key", tmp_path / "b" / "delegation.json"
     assert shoal("identity", "delegate", key, "--owner", owner, "--days", "7", "--out", word) == 0
@@ -210,6 +214,14 @@ def test_a_broken_file_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.C
     (tmp_path / "delegation.json").write_text("x")
     assert shoal("whoami", "--dir", tmp_path) == 2
     assert "is not a delegation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"lease": {}, "policy_version": 1}', '{"lease": 1}'])
+def test_a_file_that_is_no_lease_is_named(text: str, tmp_path: Path) -> None:
+    lease = tmp_path / "lease.json"
+    lease.write_text(text)
+    with pytest.raises(ValueError, match=r"lease\.json is not the lease of a file"):
+        read_lease(lease)
 
 
 @pytest.mark.parametrize(

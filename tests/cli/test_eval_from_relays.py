@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,15 @@ import pytest
 from small_stats import stats
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shoal import shardcast
 from shoal.cli.commands.doctor import _relay
-from shoal.cli.commands.evaluate import fetch_published
+from shoal.cli.commands.evaluate import _open_model, fetch_published
+from shoal.cli.main import parse
 from shoal.cli.public_api import PublicApi
+from shoal.net.http_client import Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -24,7 +26,7 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, RelayView
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, verify_request
-from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, OwnSampling, RunSpec, Sampling, TaskSpec
 from shoal.wire.ticket import Ticket
 
 
@@ -74,7 +76,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         run_key=run_key.public,
         spec=RunSpec(
             run="test",
-            task=TaskSpec(name="sort", options={"length": 3}),
+            task=TaskSpec(name="sort", options={"length": 3}, sampling=OwnSampling(temperature=0.5)),
             compute_dtype="float32",
             sampling=Sampling(temperature=0.8, max_new_tokens=5, samples_per_prompt=4),
             keep_versions=3,
@@ -103,7 +105,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
     with PublicApi(run.url) as api:
-        return fetch_published(api, None, into, key, threading.Event())
+        return fetch_published(api, "newest", into, key, threading.Event())
 
 
 def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) -> None:
@@ -123,6 +125,58 @@ def test_a_version_that_no_relay_serves_is_not_waited_for(run: Run, tmp_path: Pa
     run.relay.close()
     with pytest.raises(ValueError, match=r"neither relays nor origin answer \(http://.*\); try again when"):
         fetch(run, tmp_path / "into", None)
+
+
+def test_a_tasks_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
+    options = parse(["eval", run.url, "--key", str(tmp_path / "node.key")])
+    with _open_model(options, threading.Event()) as model:
+        assert model.task.name == "sort" and model.version == 3
+        assert model.sampling.temperature == 0.5 and model.sampling.max_new_tokens == 5
+
+
+class EndlessServer:
+    """Answers every request with 256 MiB; `sent` counts the bytes."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        app = Starlette(routes=[Route("/{path:path}", lambda request: StreamingResponse(self._body()))])
+        self._server = Server(app, listen("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.port}"
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        while self.sent < 256 << 20:
+            self.sent += 1 << 20
+            yield bytes(1 << 20)
+
+    def __enter__(self) -> "EndlessServer":
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+
+def test_doctor_does_not_read_an_answer_without_end(run: Run) -> None:
+    """A relay chooses what it sends: one that ignores the range must not fill the memory of a machine that joins."""
+    with EndlessServer() as server:
+        finding = _relay(server.url, run.manifest.body)
+        assert finding.state == "good" and server.sent < 128 << 20
+
+
+def test_a_coordinators_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shoal join URL` asks a stranger's coordinator before it confines itself."""
+    monkeypatch.setattr("shoal.cli.public_api.MAX_ANSWER_BYTES", 1 << 20, raising=False)
+    with EndlessServer() as server, PublicApi(server.url) as api:
+        with pytest.raises(Unreachable, match="/v1/info gives more than 1,048,576 bytes"):
+            api.read("/v1/info", Info)
+        assert server.sent < 128 << 20
+
+
+def test_a_coordinators_answer_that_comes_too_slowly_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.public_api.ANSWER_S", 0.0, raising=False)
+    refused = pytest.raises(Unreachable, match="/v1/info takes more than 0 s")
+    with EndlessServer() as server, PublicApi(server.url) as api, refused:
+        api.read("/v1/info", Info)
 
 
 def test_doctor_accepts_a_private_relay(run: Run) -> None:

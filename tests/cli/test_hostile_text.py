@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
+from shoal.cli.commands.compare import print_figures
 from shoal.cli.commands.doctor import HealthCheck, print_findings
-from shoal.cli.commands.evaluate import format_answers
+from shoal.cli.commands.evaluate import compute_figures, format_answers, format_figures
 from shoal.cli.commands.rollouts import print_group
 from shoal.cli.commands.sample_answers import GradedAnswer, PosedProblem
 from shoal.cli.ui.errors import describe_error
@@ -32,6 +33,7 @@ def test_rollouts_of_strangers(capsys: pytest.CaptureFixture[str]) -> None:
         num_tokens=2,
         ended=True,
         cut_at=0,
+        judgement=HOSTILE,
     )
     group = RolloutGroup(
         group_id="g",
@@ -60,6 +62,15 @@ def test_answers_of_an_evaluation() -> None:
     posed = PosedProblem(0, 0, Problem(prompt=HOSTILE, answer=HOSTILE))
     answer = GradedAnswer(Outcome.RIGHT, 1.0, 1, cut=False, off_budget=None, text=HOSTILE)
     assert is_plain(format_answers([(posed, (answer,))]))
+    settings = {"model": "tiny", "version": 1, "task": {"name": HOSTILE}, "temperature": 1.0, "seed": 0}
+    figures = compute_figures([(answer,)], k=1)
+    assert is_plain(format_figures(figures, settings | {"max_new_tokens": 8}))
+
+
+def test_figures_of_runs_that_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    print_figures([HOSTILE, "[/x]"], [["task", HOSTILE, "[/x]"], ["versions", "1\n2", "2"]])
+    shown = capsys.readouterr().out
+    assert is_plain(shown) and shown.count("[/x]") == 2, "brackets are text, not Rich's markup"
 
 
 def test_an_error_that_quotes_a_stranger() -> None:

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import pty
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,12 @@ from small_run import CONFIG, small_run
 from test_contributor import shoal
 
 from shoal.cli.commands.export import Conversation
+from shoal.cli.public_api import PublicApi
 from shoal.cli.run_folder import RunFolder
+from shoal.cli.run_reader import ask_rollouts
 from shoal.model.builtin import ALPHABET
 from shoal.model.tokenizer import CharTokenizer
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +94,36 @@ def test_a_runs_model_answers(
     monkeypatch.setattr(Conversation, "_generate", lambda *_: ())
     assert shoal("chat", folder, "--prompt", "sort: 3 1 2", *words) == 0
     assert "the answer is empty; ask as the run's task does" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question waits at a terminal, where nothing is typed."""
+    ours, theirs = pty.openpty()
+    stop = threading.Event()
+    timer = threading.Timer(3.0, stop.set)
+    give_up = threading.Timer(60.0, lambda: os.write(ours, b"\x04"))
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        timer.start()
+        give_up.start()
+        try:
+            assert shoal("chat", "tiny", "--threads", "1", stop=stop) == 130
+        finally:
+            give_up.cancel()
+    os.close(ours)
+
+
+def test_filters_of_zero_reach_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0 and reward 0 are filters, although 0 is false."""
+    asked: list[str] = []
+    monkeypatch.setattr(PublicApi, "read", lambda api, path, kind: asked.append(path))
+    with PublicApi("http://127.0.0.1:1") as api:
+        ask_rollouts(api, RolloutQuery(version=0, reward=0.0, limit=3))
+        ask_rollouts(api, RolloutQuery(held_out=True, search="a b"))
+    assert asked == [
+        "/v1/rollouts?version=0&reward=0.0&limit=3",
+        "/v1/rollouts?held_out=1&search=a+b&limit=8",
+    ]
 
 
 def test_a_runs_version_is_evaluated_on_the_runs_own_task(

@@ -12,11 +12,12 @@ import pytest
 
 from shoal.cli.commands.serve import AnswerServer, EngineThread, ServeError
 from shoal.cli.commands.verify_answer import verify_response
-from shoal.cli.main import main
+from shoal.cli.main import main, parse, run_command
 from shoal.model.builtin import create_model
 from shoal.net.http_server import Server, listen
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.swarm.validator.prefill import CannotCheck
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec
 
@@ -210,6 +211,36 @@ def test_a_body_without_end_is_refused(url: str) -> None:
         pass  # the connection was closed while the body was sent
     assert pieces < 1000
     ask(url)
+
+
+def test_an_answer_that_does_not_fit_into_memory_is_an_error_with_words(
+    url: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CannotCheck("out of memory for a row of 9000 tokens")
+
+    monkeypatch.setattr("shoal.cli.commands.verify_answer.recompute", fail)
+    (tmp_path / "response.json").write_text(json.dumps(ask(url)))
+    assert main(["verify", str(tmp_path / "response.json"), "--model", str(folder)]) == 2
+    assert "cannot be checked on this machine: out of memory for a row of 9000" in capsys.readouterr().err
+
+
+def test_a_server_that_was_stopped_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert run_command(parse(["serve", str(folder), "--port", "0"]), stop) == 130
+    assert "serving v0 at http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "response.json").write_text("{}")
+    words = ["verify", str(tmp_path / "response.json"), "--model", "tiny", "--device", "tpu"]
+    assert main(words) == 2
+    assert "--device tpu: torch knows no such device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"choices": [], "shoal": {}}'])

@@ -15,6 +15,7 @@ from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import lock_folder
 from shoal.cli.ui.plot import plot_losses, read_events
 from shoal.diloco import LocalHub
+from shoal.diloco.averaging.peer_messages import Card
 from shoal.diloco.site.diloco_file import DilocoFile, InnerSection, load_diloco_file
 from shoal.diloco.site.language import Samples, read_corpus
 from shoal.diloco.site.site import Site, SiteCheckpoints, SiteProgress, inner_groups, learning_rate
@@ -359,6 +360,13 @@ def test_opendiloco_run_files_have_the_papers_values(
 
 def test_malformed_card_in_the_directory_is_skipped() -> None:
     assert describe_peers({"a": b"noise"}) == []
+
+
+def test_a_name_in_the_directory_does_not_control_the_terminal() -> None:
+    """Every peer writes into the directory, under any name."""
+    card = Card(peer="a", reachable=True, standing=None, phase=0, in_round=False)
+    (line,) = describe_peers({"\x1b[2J\x07": card.model_dump_json().encode()})
+    assert line.isprintable() and line.endswith("no state yet")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from swarm_processes import Swarm
 
-from shoal.cli.commands.watch import make_report, read_folder, read_url
+from shoal.cli.commands.watch import make_report, read_report
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -50,9 +50,9 @@ def test_the_page_of_a_live_run(tmp_path: Path, page: Any) -> None:
         page.wait_for_selector("#lost", state="hidden")
         wait_for_more(swarm, page, page.evaluate(POINTS))
 
-        live = read_url(swarm.url, threading.Event())
+        live = read_report(swarm.url, threading.Event())
         assert len(live["nodes"]) == 3
     out = tmp_path / "report.html"
-    out.write_text(make_report(read_folder(swarm.folder)), encoding="utf-8")
+    out.write_text(make_report(read_report(str(swarm.folder), threading.Event())), encoding="utf-8")
     page.goto(out.as_uri())
     page.wait_for_selector(f"#workers >> text={reason}")

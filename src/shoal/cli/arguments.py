@@ -1,4 +1,4 @@
-"""Arguments of the commands whose modules are slow to import.
+"""Arguments of most commands, whose modules are slow to import.
 
 Every command imports this file first, so it imports only options and their types; `Imported` names a command's function.
 """
@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from shoal.cli.ui.values import (
+    ADMIN_ACTIONS,
     Action,
     Commands,
     Imported,
@@ -17,6 +18,7 @@ from shoal.cli.ui.values import (
     add_engine_choice,
     add_json,
     add_limits,
+    add_run_argument,
     add_sampling_options,
     add_set,
     add_task_options,
@@ -35,7 +37,21 @@ from shoal.cli.ui.values import (
 NODE_FOLDER = Path("shoal-node")
 
 
-# -- shoal run --------------------------------------------------------------------------------------------
+# -- shoal demo and run -----------------------------------------------------------------------------------
+
+
+def add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", help="a whole swarm on this machine: a small model learns, a lying worker is ejected"
+    )
+    parser.add_argument("--dir", type=Path, default=Path("out/demo"), help="(default: out/demo)")
+    parser.add_argument(
+        "--port", type=port_number, help="the coordinator's port (default: 8700, or a free one)"
+    )
+    add_device(parser)
+    parser.add_argument("--resume", action="store_true", help="continue a demo that was stopped")
+    parser.add_argument("--yes", action="store_true", help="install torch without asking, if it is missing")
+    parser.set_defaults(action=Imported("commands.demo", "demo"))
 
 
 def add_run(commands: Commands) -> None:
@@ -215,7 +231,7 @@ def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
 
 
 def add_analysis_commands(commands: Commands) -> None:
-    """Adds ledger, audit, explain, tasks, data and toploc."""
+    """Adds ledger, audit, explain, tasks, data, toploc, arena and admin."""
     _add_ledger(commands)
     _add_audit(commands)
     explain = commands.add_parser("explain", help="what a refusal code means")
@@ -225,24 +241,22 @@ def add_analysis_commands(commands: Commands) -> None:
     _add_tasks(commands)
     _add_data(commands)
     _add_toploc(commands)
+    _add_arena(commands)
+    _add_admin(commands)
 
 
 def _add_ledger(commands: Commands) -> None:
     parser = commands.add_parser("ledger", help="check a run's ledger")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="recompute every hash, the signed head and every balance")
-    verify.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a coordinator's URL, or a run's folder"
-    )
+    add_run_argument(verify)
     add_json(verify)
     verify.set_defaults(action=Imported("commands.audit", "verify"))
 
 
 def _add_audit(commands: Commands) -> None:
     parser = commands.add_parser("audit", help="repeat a sample of a run's verdicts, accepted and refused")
-    parser.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a coordinator's URL, or a run's folder"
-    )
+    add_run_argument(parser)
     parser.add_argument("--key", type=Path, help="with a URL: validator.key, from the coordinator")
     parser.add_argument(
         "--dir",
@@ -354,8 +368,8 @@ def _add_toploc(commands: Commands) -> None:
     add_set(whole)
     whole.add_argument("--model", help="measure this model instead, for example a later version of the run")
     whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
-    whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")
+    add_device(whole)
+    add_threads(whole)
     whole.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     whole.set_defaults(action=Imported("commands.toploc", "calibrate_run"))
     for action in (prove, calibrate):
@@ -365,3 +379,62 @@ def _add_toploc(commands: Commands) -> None:
         )
         add_compute_options(action)
         action.add_argument("--out", type=Path, required=True, metavar="FILE")
+
+
+def _add_arena(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "arena", help="compare schemes that verify inference on honest rows and on lies"
+    )
+    parser.add_argument("--model", default="tiny", help="a folder, or a built-in model (default: tiny)")
+    parser.add_argument("--task", default="sort", help="the task whose prompts are answered (default: sort)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)"
+    )
+    parser.add_argument(
+        "--honest", type=at_least_one, default=1200, help="honest submissions (default: 1200)"
+    )
+    parser.add_argument(
+        "--submissions", type=at_least_one, default=32, help="submissions of each lie (default: 32)"
+    )
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=24, help="(default: 24)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="(default: 1)")
+    parser.add_argument(
+        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
+    )
+    parser.add_argument("--lies", nargs="+", metavar="LIE", help="only these lies (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other prompts and draws")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every score to this file")
+    add_device(parser)
+    add_threads(parser)
+    parser.set_defaults(action=Imported("commands.arena", "arena"))
+
+
+def _add_admin(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "admin",
+        help="actions of the operator: ban, pause, invite, ...",
+        epilog="\n".join(f"  {name:<11} {words}" for name, words in ADMIN_ACTIONS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("order", choices=tuple(ADMIN_ACTIONS), metavar="ACTION")
+    parser.add_argument("subject", nargs="?", default="", help="a node, an owner's key or a lease")
+    parser.add_argument("--reason", required=True, help="recorded in the ledger")
+    parser.add_argument("--amount", type=int, default=0, help="for invite and stake")
+    parser.add_argument("--coordinator", type=url, required=True, metavar="URL")
+    parser.add_argument("--key", type=Path, required=True, help="admin.key, from the coordinator")
+    parser.set_defaults(action=Imported("commands.admin", "admin"))
+
+
+# -- help ---------------------------------------------------------------------------------------------------
+
+
+def add_help_commands(commands: Commands, whole_parser: argparse.ArgumentParser) -> None:
+    """Adds docs and completion. `whole_parser` has all commands."""
+    docs = commands.add_parser("docs", help="print a page of the documentation")
+    docs.add_argument("page", nargs="?", metavar="PAGE", help="such as run-file or guides/operator")
+    docs.set_defaults(action=Imported("docs_pages", "docs"))
+    completion = commands.add_parser(
+        "completion", help="print the script that completes commands and options"
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"))
+    completion.set_defaults(action=Imported("commands.demo", "completion"), whole_parser=whole_parser)

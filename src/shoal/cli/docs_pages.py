@@ -7,16 +7,9 @@ from importlib import metadata
 from pathlib import Path
 
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands
 
 INSTALLED = "share/doc/shoal-rl"
 """Where a wheel puts the pages, below the environment's folder (pyproject.toml)."""
-
-
-def add_docs(commands: Commands) -> None:
-    parser = commands.add_parser("docs", help="print a page of the documentation")
-    parser.add_argument("page", nargs="?", metavar="PAGE", help="such as run-file or guides/operator")
-    parser.set_defaults(action=docs)
 
 
 def docs(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -15,22 +15,17 @@ import time
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
-from shoal.cli.commands.admin import add_admin
-from shoal.cli.commands.arena import add_arena
-from shoal.cli.commands.compare import add_compare
-from shoal.cli.commands.demo import add_completion, add_demo
-from shoal.cli.commands.diloco import add_diloco
-from shoal.cli.commands.rollouts import add_rollouts
-from shoal.cli.commands.watch import add_report, add_top
-from shoal.cli.docs_pages import add_docs
-from shoal.cli.result_arguments import add_answer_commands, add_init, add_result_commands
-from shoal.cli.run.roles import add_roles
-from shoal.cli.run.supervise import (
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    GRACE_S,
+from shoal.cli.arguments import (
+    add_analysis_commands,
+    add_contributor_commands,
+    add_demo,
+    add_help_commands,
+    add_run,
 )
+from shoal.cli.commands.diloco import add_diloco
+from shoal.cli.result_arguments import add_answer_commands, add_init, add_result_commands, add_view_commands
+from shoal.cli.run.roles import add_roles
+from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_USAGE, GRACE_S
 from shoal.cli.ui.errors import Parser, describe_error, expected_errors, is_permanent_refusal
 from shoal.cli.ui.examples import add_examples
 from shoal.net.waiting import Stopped
@@ -97,23 +92,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_demo(commands, parse)
+    add_demo(commands)
     add_init(commands)
     add_run(commands)
     add_roles(commands)
     add_contributor_commands(commands)
     add_analysis_commands(commands)
     add_answer_commands(commands)
-    add_arena(commands)
-    add_admin(commands)
     add_diloco(commands)
     add_result_commands(commands)
-    add_report(commands)
-    add_top(commands)
-    add_rollouts(commands)
-    add_compare(commands)
-    add_docs(commands)
-    add_completion(commands, make_parser)
+    add_view_commands(commands)
+    add_help_commands(commands, parser)
     add_examples(parser)
     return parser
 

@@ -1,7 +1,8 @@
 """Reads a coordinator's public routes, with errors that name the URL and what to check."""
 
-from types import TracebackType
-from typing import Self, TypeVar
+import time
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import httpx2
 
@@ -10,24 +11,21 @@ from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 
 TIMEOUT_S = 20.0
+MAX_ANSWER_BYTES = 512 << 20
+ANSWER_S = 600.0
+"""Seconds that a whole answer may take. `timeout_s` bounds the pause between two pieces of it."""
 
 R = TypeVar("R", bound=Record)
 
 
-class PublicApi:
-    """A client for the routes that need no signature. Use it as a context manager, or call `close`."""
+class PublicApi(AbstractContextManager["PublicApi"]):
+    """A client for the routes that need no signature. Use it as a context manager."""
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
         self._http = httpx2.Client(base_url=self.url + "/", timeout=timeout_s)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def get(self, path: str) -> bytes:
@@ -40,7 +38,8 @@ class PublicApi:
     def find(self, path: str) -> bytes | None:
         """Like `get`, but returns None where the coordinator answers 404."""
         try:
-            answer = self._http.get(path.removeprefix("/"))
+            with self._http.stream("GET", path.removeprefix("/")) as answer:
+                body = self._read_body(answer, path)
         except httpx2.HTTPError as error:
             raise Unreachable(
                 f"{self.url}: {type(error).__name__}: {error}; check the URL, and that the coordinator runs there"
@@ -49,7 +48,18 @@ class PublicApi:
             return None
         if not answer.is_success:
             raise self._not_a_coordinator(f"{path} gives HTTP {answer.status_code}")
-        return answer.content
+        return body
+
+    def _read_body(self, answer: httpx2.Response, path: str) -> bytes:
+        """Returns the body. The coordinator may be a stranger's, whose answer never ends."""
+        body, give_up_s = bytearray(), time.monotonic() + ANSWER_S
+        for piece in answer.iter_bytes():
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES:
+                raise self._not_a_coordinator(f"{path} gives more than {MAX_ANSWER_BYTES:,} bytes")
+            if time.monotonic() > give_up_s:
+                raise self._not_a_coordinator(f"{path} takes more than {ANSWER_S:.0f} s")
+        return bytes(body)
 
     def read(self, path: str, kind: type[R]) -> R:
         """Returns the record at `path`. Raises Unreachable if the answer is something else."""

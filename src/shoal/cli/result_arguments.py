@@ -1,4 +1,5 @@
-"""Arguments of the commands around a run: `shoal init` before it, `shoal eval`, `export`, `push`, `chat`, `serve` and `verify` after it.
+"""Arguments of the commands around a run: `shoal init` before it, `shoal eval`, `export`, `push`, `chat`, `serve` and `verify` after it, and
+`shoal top`, `report`, `rollouts` and `compare`, which show it.
 
 Like arguments.py, this is imported before every command, so it imports nothing but options and their types.
 """
@@ -16,11 +17,13 @@ from shoal.cli.ui.values import (
     add_engine_choice,
     add_generation_options,
     add_json,
+    add_run_argument,
     add_sampling_options,
     add_task_options,
     at_least_one,
     count,
     port_number,
+    url,
     url_or_folder,
 )
 
@@ -147,9 +150,7 @@ def _add_eval(commands: Commands) -> None:
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
-    )
+    add_run_argument(parser)
     parser.add_argument(
         "--version",
         default="best",
@@ -190,3 +191,75 @@ def _add_verify(commands: Commands) -> None:
     add_device(parser)
     add_json(parser)
     parser.set_defaults(action=Imported("commands.verify_answer", "verify"))
+
+
+def add_view_commands(commands: Commands) -> None:
+    """Adds top, report, rollouts and compare."""
+    _add_top(commands)
+    _add_report(commands)
+    _add_rollouts(commands)
+    _add_compare(commands)
+
+
+def _add_top(commands: Commands) -> None:
+    parser = commands.add_parser("top", help="watch a run in the terminal")
+    parser.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and exit")
+    parser.set_defaults(action=Imported("commands.watch", "top"))
+
+
+def _add_report(commands: Commands) -> None:
+    parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
+    add_run_argument(parser)
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        default="",
+        help="postgresql://..., for a folder whose run keeps its tables there",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
+    parser.set_defaults(action=Imported("commands.watch", "report"))
+
+
+def _add_rollouts(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "rollouts",
+        help="print a run's answers as text, with rewards and verdicts",
+    )
+    add_run_argument(parser)
+    parser.add_argument("--version", type=count, metavar="N", help="only answers of this policy version")
+    parser.add_argument("--reward", type=float, metavar="R", help="only groups with an answer of this reward")
+    parser.add_argument("--task", default="", metavar="NAME", help="only this task, in a run with several")
+    parser.add_argument(
+        "--node", default="", metavar="ID", help="only this worker, by its id or its first digits"
+    )
+    parser.add_argument(
+        "--search", default="", metavar="TEXT", help="only groups with this text in prompt or answer"
+    )
+    parser.add_argument("--held-out", action="store_true", help="answers to held-out problems instead")
+    parser.add_argument(
+        "--limit", type=at_least_one, metavar="GROUPS", help="(default: 4; with --export and --json, all)"
+    )
+    parser.add_argument("--export", type=Path, metavar="FILE.parquet", help="write one row for each answer")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each group")
+    parser.add_argument(
+        "--database", metavar="URL", default="", help="postgresql://..., if the run keeps its tables there"
+    )
+    parser.set_defaults(action=Imported("commands.rollouts", "rollouts"))
+
+
+def _add_compare(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="compare runs: a table, and a page with their curves",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=url_or_folder,
+        help="a run's folder, or a coordinator's URL; two or more",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the curves into one HTML file")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.set_defaults(action=Imported("commands.compare", "compare"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from small_swarm import SPEC, Node, SmallSwarm
 from test_rollout_texts import work
 
 from shoal.cli.commands.compare import compare_runs, to_page
-from shoal.cli.commands.watch import make_report, read_folder
+from shoal.cli.commands.watch import make_report, read_report
 from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.http.server import RunApp, RunPool
 from shoal.wire.lease import Verdict
@@ -68,7 +69,10 @@ def test_the_curve_moves_by_itself(swarm: SmallSwarm, page: Any, tmp_path: Path)
     # small_swarm's reports say 4 forward passes for a trained token.
     assert f"training : inference = 1 : {(generated + checked) / (4 * trained):.2f}" in words
     out = tmp_path / "report.html"
-    out.write_text(make_report(read_folder(swarm.dir, swarm.config.database)), encoding="utf-8")
+    out.write_text(
+        make_report(read_report(str(swarm.dir), threading.Event(), database=swarm.config.database)),
+        encoding="utf-8",
+    )
     page.goto(out.as_uri())
     page.wait_for_selector("#tokens-words >> text=FLOPs")
     assert page.inner_text("#tokens-words") == words
@@ -139,7 +143,10 @@ def test_untrusted_text_is_never_markup(swarm: SmallSwarm, page: Any, tmp_path: 
     assert page.evaluate("window.injected") is None
 
     out = tmp_path / "report.html"
-    out.write_text(make_report(read_folder(swarm.dir, swarm.config.database)), encoding="utf-8")
+    out.write_text(
+        make_report(read_report(str(swarm.dir), threading.Event(), database=swarm.config.database)),
+        encoding="utf-8",
+    )
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(out.as_uri())
@@ -399,7 +406,7 @@ def test_tasks_have_their_own_curves(swarm: SmallSwarm, page: Any, tmp_path: Pat
     node = swarm.node()
     for version in (1, 2):
         step(swarm, node, version)
-    data = read_folder(swarm.dir, swarm.config.database)
+    data = read_report(str(swarm.dir), threading.Event(), database=swarm.config.database)
     part = {"reward": [0.5, 0.6], "accepted_reward": [0.4, None], "groups": [2, 0], "answer_tokens": [3, 4]}
     data["snapshot"]["curve"]["tasks"] = {"sort": part, "count": part | {"accepted_reward": [0.1, 0.2]}}
     data["snapshot"]["evaluations"] = [

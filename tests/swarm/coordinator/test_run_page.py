@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from small_swarm import LOG, Node, SmallSwarm, report
 
-from shoal.cli.commands.watch import make_report, read_folder, read_url
+from shoal.cli.commands.watch import make_report, read_report
 from shoal.net.waiting import NotYet, wait_for
 from shoal.swarm.coordinator.http import live_page as feed_module
 from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file
@@ -360,16 +360,16 @@ def test_a_report_is_one_file(swarm: SmallSwarm, tmp_path: Path) -> None:
     node = swarm.node()
     injected = "</script><script>alert(1)</script><!--"
     give_sample(swarm, node, sample_prompt=0, sample_answer=injected, sample_reward=1.0)
-    text = make_report(read_folder(swarm.dir, swarm.config.database))
+    text = make_report(read_report(str(swarm.dir), threading.Event(), database=swarm.config.database))
     assert injected not in text and "alert(1)</" not in text
     assert text.count("</script>") == 4 and 'src="' not in text and 'rel="stylesheet"' not in text
     body = text.split('id="data">')[1].split("</script>")[0]
     data = json.loads(body)
     assert data["snapshot"]["samples"][0]["answer"] == injected
     assert data["nodes"][node.id]["work"][0]["code"] == "accepted"
-    assert read_url(swarm.url, threading.Event())["nodes"].keys() == data["nodes"].keys()
+    assert read_report(swarm.url, threading.Event())["nodes"].keys() == data["nodes"].keys()
 
 
 def test_a_report_of_a_folder_without_a_run_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
-        read_folder(tmp_path)
+        read_report(str(tmp_path), threading.Event())

@@ -182,6 +182,13 @@ class Arena:
         found = recompute_rows(submissions, self.policy)
         return [CheckedRow(row, *one) for row, one in zip(rows, found, strict=True)]
 
+    def check_like(
+        self, way: "Way", tables: Sequence[RolloutTable], leases: Sequence[Lease]
+    ) -> list[CheckedRow]:
+        submissions = [RowsToCheck(table.rows, lease) for table, lease in zip(tables, leases, strict=True)]
+        with way.check():
+            return self.check(submissions)
+
     def refused_by_reading(self, table: RolloutTable, lease: Lease) -> str | None:
         """Returns the code of the checks that need no model and no proof, or None."""
         tokenizer = self.policy.tokenizer
@@ -227,10 +234,7 @@ class Arena:
         for way in self.ways():
             engine = self.engine(way.make())
             tables = self.work(way.make(), engine, leases)
-            with way.check():
-                rows = self.check(
-                    [RowsToCheck(table.rows, lease) for table, lease in zip(tables, leases, strict=True)]
-                )
+            rows = self.check_like(way, tables, leases)
             width = rows[0].states_TH.shape[1]
             proofs = PublishedToploc().commit([sent_states(row, width) for row in rows])
             checks = verify(rows, proofs, PublishedToploc().proof)
@@ -283,10 +287,7 @@ class Arena:
             generated_s = time.perf_counter() - began_s
             timed = way.name == "torch engine"
             began_s = time.perf_counter()
-            with way.check():
-                rows = self.check(
-                    [RowsToCheck(table.rows, lease) for table, lease in zip(tables, leases, strict=True)]
-                )
+            rows = self.check_like(way, tables, leases)
             if timed:
                 self.seconds["forward"] += time.perf_counter() - began_s
             self.add(measured, rows, forged=False, timed=timed)

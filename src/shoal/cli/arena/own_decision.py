@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from shoal.cli.arena.schemes import CheckedRow, Floats, PublishedToploc, Table, by_prompt, verify
+from shoal.cli.arena.schemes import CheckedRow, Floats, PublishedToploc, Scheme, Table, by_prompt, verify
 from shoal.swarm.validator import fact_checks
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.toploc import SegmentCheck
@@ -47,18 +46,15 @@ def row_facts(row: CheckedRow, segments: Sequence[SegmentCheck]) -> RowFacts:
 
 
 @dataclass(frozen=True)
-class ShoalDecision:
+class ShoalDecision(Scheme):
     """TOPLOC proofs, log-probs and draws against a calibration (docs/toploc.md), with a limit from honest scores."""
 
-    name: ClassVar[str] = "Shoal tuned"
-    measured_as: ClassVar[str] = "shoal"
-    source: ClassVar[str] = "docs/toploc.md, with a tuned limit"
-    has_limit: ClassVar[bool] = False
+    name = "Shoal tuned"
+    measured_as = "shoal"
+    source = "docs/toploc.md, with a tuned limit"
+    bytes_per_token = PublishedToploc.bytes_per_token + 4.0
     noise: Noise
     tolerances: Tolerances
-
-    def bytes_per_token(self) -> float:
-        return PublishedToploc().bytes_per_token() + 4.0
 
     def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
         return PublishedToploc().commit(states)

@@ -11,9 +11,8 @@ R rows, T tokens, H hidden size, S submissions, P prompts of a submission.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,23 +43,42 @@ class Table(NamedTuple):
     largest_PB: Floats
 
 
-class Scheme(Protocol):
-    """One way to verify rows."""
+class Scheme:
+    """One way to verify rows. A scheme that compares tokens and log-probs alone has nothing to commit to, so nothing to forge."""
 
     name: ClassVar[str]
     source: ClassVar[str]
-    has_limit: ClassVar[bool]
-    """Whether the scheme has its own limit, at a score of 1. The others get a limit from honest scores."""
     measured_as: ClassVar[str]
     """Schemes of the same value differ only in their limit and share what they measure."""
+    bytes_per_token: ClassVar[float]
+    has_limit: ClassVar[bool] = False
+    """Whether the scheme has its own limit, at a score of 1. The others get a limit from honest scores."""
 
-    def bytes_per_token(self) -> float: ...
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]: ...
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> Sequence[object] | None: ...
+    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
+        return [None] * len(states)
+
+    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> Sequence[object] | None:
+        return None
+
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table: ...
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats: ...
+    ) -> Table:
+        raise NotImplementedError
+
+    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
+        """Returns the mean of a scheme whose two sums are a quantity and how often it was measured."""
+        mean: Floats = sums_SA[:, 0] / np.maximum(sums_SA[:, 1], 1.0)
+        return mean
+
+
+class LargestScheme(Scheme):
+    """A scheme whose score is its largest value, over the limit of the scheme itself."""
+
+    has_limit = True
+
+    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
+        scores: Floats = largest_SB[:, 0]
+        return scores
 
 
 def by_prompt(sums_RA: Floats, largest_RB: Floats, prompts: Sequence[int]) -> Table:
@@ -78,19 +96,15 @@ def _no_columns(rows: Sequence[object]) -> Floats:
     return np.zeros((len(rows), 0))
 
 
-@dataclass(frozen=True)
-class PublishedToploc:
+class PublishedToploc(LargestScheme):
     """TOPLOC (Ong et al. 2025, arXiv 2501.16007): 258 bytes for 32 states. Refused if any segment has more than 38 of 128 exponents
     wrong, a mean mantissa error above 10 or a median above 8, the published limits for bfloat16."""
 
-    name: ClassVar[str] = "TOPLOC"
-    measured_as: ClassVar[str] = "toploc"
-    source: ClassVar[str] = "arXiv 2501.16007, published limits"
-    has_limit: ClassVar[bool] = True
+    name = "TOPLOC"
+    measured_as = "toploc"
+    source = "arXiv 2501.16007, published limits"
     proof: ClassVar[ProofSpec] = ProofSpec()
-
-    def bytes_per_token(self) -> float:
-        return (2 + 2 * self.proof.topk) / self.proof.segment_tokens
+    bytes_per_token = (2 + 2 * proof.topk) / proof.segment_tokens
 
     def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
         return toploc.build_proofs(states, topk=self.proof.topk, segment_tokens=self.proof.segment_tokens)
@@ -119,10 +133,6 @@ class PublishedToploc:
         ]
         return by_prompt(_no_columns(rows), np.array(worst)[:, None], prompts)
 
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
-        scores: Floats = largest_SB[:, 0]
-        return scores
-
 
 def verify(
     rows: Sequence[CheckedRow], commitments: Sequence[object], proof: ProofSpec
@@ -142,8 +152,7 @@ GRAIL_TOPK, GRAIL_BUCKETS, GRAIL_POSITIONS = 16, 8, 32
 GRAIL_TOLERANCE, GRAIL_GROWTH = 6000.0, 5.0
 
 
-@dataclass(frozen=True)
-class GrailSketch:
+class GrailSketch(LargestScheme):
     """GRAIL's sketch (one-covenant/grail, version 4 of the proof): for each token the indices of the 16 largest values of the last
     state, and the dot product of their signed logarithmic buckets with random coefficients from -127 to 127.
 
@@ -153,13 +162,10 @@ class GrailSketch:
     sends JSON.
     """
 
-    name: ClassVar[str] = "GRAIL"
-    measured_as: ClassVar[str] = "grail"
-    source: ClassVar[str] = "one-covenant/grail, sketch with its own tolerance"
-    has_limit: ClassVar[bool] = True
-
-    def bytes_per_token(self) -> float:
-        return 4.0 + 2.0 * GRAIL_TOPK
+    name = "GRAIL"
+    measured_as = "grail"
+    source = "one-covenant/grail, sketch with its own tolerance"
+    bytes_per_token = 4.0 + 2.0 * GRAIL_TOPK
 
     def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
         return [_sketch(row.float()) for row in states]
@@ -187,10 +193,6 @@ class GrailSketch:
             position_C = chosen.float() + len(row.rollout.prompt_tokens)
             worst[place] = float((away_C / (GRAIL_TOLERANCE + GRAIL_GROWTH * position_C.sqrt())).max())
         return by_prompt(_no_columns(rows), worst, prompts)
-
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
-        scores: Floats = largest_SB[:, 0]
-        return scores
 
 
 class TunedGrailSketch(GrailSketch):
@@ -222,20 +224,7 @@ def _coefficients() -> Tensor:
 MARGIN_CAP = 0.5
 
 
-class WithoutCommitment:
-    """The part that schemes share which compare tokens and log-probs alone: there is nothing to commit to, so nothing to forge."""
-
-    has_limit: ClassVar[bool] = False
-
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
-        return [None] * len(states)
-
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class TokenDifr(WithoutCommitment):
+class TokenDifr(Scheme):
     """Token-DiFR (Karvonen et al. 2025, arXiv 2511.20621): the mean margin by which the reference, with the same randomness, prefers
     another token; each token's margin is capped at 0.5, as in the authors' code. It needs no commitment.
 
@@ -243,21 +232,16 @@ class TokenDifr(WithoutCommitment):
     CDF, so the margin is the difference of log-odds between the uniform and the nearest end of the token's interval.
     """
 
-    name: ClassVar[str] = "Token-DiFR"
-    measured_as: ClassVar[str] = "token-difr"
-    source: ClassVar[str] = "arXiv 2511.20621, margin in log-odds"
-
-    def bytes_per_token(self) -> float:
-        return 0.0
+    name = "Token-DiFR"
+    measured_as = "token-difr"
+    source = "arXiv 2511.20621, margin in log-odds"
+    bytes_per_token = 0.0
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
     ) -> Table:
         sums = np.array([[margins(row.columns_6T).sum(), row.columns_6T.shape[1]] for row in rows])
         return by_prompt(sums, _no_columns(rows), prompts)
-
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
-        return _mean(sums_SA)
 
 
 def margins(columns_6T: Floats) -> Floats:
@@ -273,26 +257,17 @@ def _log_odds(share: Floats) -> Floats:
     return odds
 
 
-def _mean(sums_SA: Floats) -> Floats:
-    mean: Floats = sums_SA[:, 0] / np.maximum(sums_SA[:, 1], 1.0)
-    return mean
-
-
 DIFR_SIZE = 4
 
 
-@dataclass(frozen=True)
-class ActivationDifr:
+class ActivationDifr(Scheme):
     """Activation-DiFR (same paper): each last state projected to 4 values by a random orthogonal matrix that both sides know; the
     score is the mean Euclidean distance to the verifier's projection. 4 values in bfloat16 take the space of a TOPLOC proof."""
 
-    name: ClassVar[str] = "Act-DiFR"
-    measured_as: ClassVar[str] = "activation-difr"
-    source: ClassVar[str] = "arXiv 2511.20621, 4 values per token"
-    has_limit: ClassVar[bool] = False
-
-    def bytes_per_token(self) -> float:
-        return 2.0 * DIFR_SIZE
+    name = "Act-DiFR"
+    measured_as = "activation-difr"
+    source = "arXiv 2511.20621, 4 values per token"
+    bytes_per_token = 2.0 * DIFR_SIZE
 
     def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
         return [(row.float().cpu() @ _projection(row.shape[1])).to(torch.bfloat16) for row in states]
@@ -312,9 +287,6 @@ class ActivationDifr:
             sums[place] = float(away_T.sum()), len(away_T)
         return by_prompt(sums, _no_columns(rows), prompts)
 
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
-        return _mean(sums_SA)
-
 
 @cache
 def _projection(size: int) -> Tensor:
@@ -326,8 +298,7 @@ def _projection(size: int) -> Tensor:
 BINS = np.concatenate([[-np.inf], np.linspace(-12.0, 0.0, 128)])
 
 
-@dataclass(frozen=True)
-class Logic(WithoutCommitment):
+class Logic(Scheme):
     """LOGIC (context-labs/logic): the sent log-probs and the verifier's, as two samples of a Kolmogorov-Smirnov test. The score is its
     statistic times the root of the number of tokens.
 
@@ -335,12 +306,10 @@ class Logic(WithoutCommitment):
     which is what a rollout carries. The distributions are compared at 128 places.
     """
 
-    name: ClassVar[str] = "LOGIC"
-    measured_as: ClassVar[str] = "logic"
-    source: ClassVar[str] = "context-labs/logic, Kolmogorov-Smirnov test"
-
-    def bytes_per_token(self) -> float:
-        return 4.0
+    name = "LOGIC"
+    measured_as = "logic"
+    source = "context-labs/logic, Kolmogorov-Smirnov test"
+    bytes_per_token = 4.0
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
@@ -361,16 +330,13 @@ class Logic(WithoutCommitment):
         return scores
 
 
-@dataclass(frozen=True)
-class LogprobGap(WithoutCommitment):
+class LogprobGap(Scheme):
     """The mean |sent - recomputed| log-prob, token by token: the strongest test that log-probs alone allow."""
 
-    name: ClassVar[str] = "log-probs"
-    measured_as: ClassVar[str] = "logprobs"
-    source: ClassVar[str] = "mean difference of log-probs"
-
-    def bytes_per_token(self) -> float:
-        return 4.0
+    name = "log-probs"
+    measured_as = "logprobs"
+    source = "mean difference of log-probs"
+    bytes_per_token = 4.0
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
@@ -382,6 +348,3 @@ class LogprobGap(WithoutCommitment):
             ]
         )
         return by_prompt(sums, _no_columns(rows), prompts)
-
-    def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
-        return _mean(sums_SA)

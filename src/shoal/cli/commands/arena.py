@@ -10,64 +10,33 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import (
-    Commands,
-    above_zero,
-    add_device,
-    add_threads,
-    at_least_one,
-    check_device,
-    wilson,
+import torch
+
+from shoal.cli.arena.contest import (
+    PROMPTS,
+    RATES,
+    REDRAWN,
+    SIZES,
+    Arena,
+    ArenaSettings,
+    KindTables,
+    limits,
+    tokens_needed,
 )
-
-if TYPE_CHECKING:
-    from shoal.cli.arena.contest import Arena, KindTables
-    from shoal.cli.arena.schemes import Scheme
+from shoal.cli.arena.schemes import Scheme
+from shoal.cli.commands.sample_answers import model_folder
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import use_device, wilson
+from shoal.files import write_bytes_atomically
+from shoal.rollout.engine.api import Behaviour
 
 NAME_WIDTH, CELL_WIDTH = 24, 17
 
 
-def add_arena(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "arena", help="compare schemes that verify inference on honest rows and on lies"
-    )
-    parser.add_argument("--model", default="tiny", help="a folder, or a built-in model (default: tiny)")
-    parser.add_argument("--task", default="sort", help="the task whose prompts are answered (default: sort)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)"
-    )
-    parser.add_argument(
-        "--honest", type=at_least_one, default=1200, help="honest submissions (default: 1200)"
-    )
-    parser.add_argument(
-        "--submissions", type=at_least_one, default=32, help="submissions of each lie (default: 32)"
-    )
-    parser.add_argument("--max-new-tokens", type=at_least_one, default=24, help="(default: 24)")
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="(default: 1)")
-    parser.add_argument(
-        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
-    )
-    parser.add_argument("--lies", nargs="+", metavar="LIE", help="only these lies (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other prompts and draws")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every score to this file")
-    add_device(parser)
-    add_threads(parser)
-    parser.set_defaults(action=arena)
-
-
 def arena(options: argparse.Namespace, stop: threading.Event) -> int:
-    import torch
-
-    from shoal.cli.arena.contest import Arena, ArenaSettings
-    from shoal.cli.commands.sample_answers import model_folder
-
-    check_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_device(options)
     began_s = time.monotonic()
     settings = ArenaSettings(
         model=options.model,
@@ -94,8 +63,6 @@ def arena(options: argparse.Namespace, stop: threading.Event) -> int:
                 fresh[way.name] = contest.honest(way, -(-settings.honest // len(ways) // 2))
                 advance(1)
         leases = contest.leases(settings.lies)
-        from shoal.rollout.engine.api import Behaviour
-
         sent = contest.work(Behaviour(), contest.engine(Behaviour()), leases)
         lies: dict[str, KindTables] = {}
         with progress("lies", len(chosen)) as advance:
@@ -110,12 +77,12 @@ def arena(options: argparse.Namespace, stop: threading.Event) -> int:
     }
     print_table(results)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write_bytes_atomically(options.out, f"{json.dumps(results, indent=1)}\n".encode())
         print(f"raw scores: {options.out}")
     return 0
 
 
-def _chosen_lies(contest: "Arena", wanted: Sequence[str] | None) -> dict[str, Any]:
+def _chosen_lies(contest: Arena, wanted: Sequence[str] | None) -> dict[str, Any]:
     known = contest.lies()
     if unknown := sorted(set(wanted or ()) - known.keys()):
         raise ValueError(f"unknown lie {unknown[0]!r}; known: {', '.join(known)}")
@@ -123,14 +90,12 @@ def _chosen_lies(contest: "Arena", wanted: Sequence[str] | None) -> dict[str, An
 
 
 def find_results(
-    contest: "Arena",
-    honest: Mapping[str, "KindTables"],
-    fresh: Mapping[str, "KindTables"],
-    lies: Mapping[str, "KindTables"],
+    contest: Arena,
+    honest: Mapping[str, KindTables],
+    fresh: Mapping[str, KindTables],
+    lies: Mapping[str, KindTables],
 ) -> dict[str, Any]:
     """Returns limits, false alarms on fresh rows, detection and costs, ready for JSON."""
-    from shoal.cli.arena.contest import PROMPTS, RATES, REDRAWN, SIZES, limits
-
     tokens = max(1, contest.timed_tokens)
     found: dict[str, Any] = {
         "us_per_token": {
@@ -159,7 +124,7 @@ def find_results(
         found["schemes"][scheme.name] = {
             "source": scheme.source,
             "own_limit": scheme.has_limit,
-            "bytes_per_token": scheme.bytes_per_token(),
+            "bytes_per_token": scheme.bytes_per_token,
             "prover_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} prover"] / tokens,
             "verifier_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} verifier"] / tokens,
             "limits": {f"{rate:g}": limit[rate] for rate in RATES},
@@ -178,14 +143,12 @@ def find_results(
 
 
 def detection(
-    scheme: "Scheme",
-    lie: "KindTables",
+    scheme: Scheme,
+    lie: KindTables,
     limit: Mapping[float, float],
     by_size: Mapping[int, float],
 ) -> dict[str, Any]:
     """Returns how often a scheme detects a lie, with 95 % intervals, and the tokens that it needs."""
-    from shoal.cli.arena.contest import RATES, tokens_needed
-
     scores, read = lie.scores(scheme), sum(lie.read.values())
     count = len(scores) + read
     shares = {rate: (int((scores > limit[rate]).sum()) + read) / count for rate in RATES}

@@ -5,7 +5,6 @@ not public, and can only check work whose version a relay still holds. A folder 
 """
 
 import argparse
-import hashlib
 import json
 import random
 import secrets
@@ -18,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
@@ -54,13 +53,14 @@ GONE = "no relay holds its version any more"
 """Why a verdict cannot be repeated. A run's folder has all versions; a URL has those that relays keep."""
 DELETED = "the coordinator deleted its rejected file"
 _NOT_REPEATABLE = (GONE, DELETED)
+_UNCHECKED = "cannot be checked: "
+"""Begins a result that says nothing against the ledger: this machine or the coordinator cannot repeat the verdict."""
 
 
 # -- shoal ledger verify ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ShownLedger:
+class ShownLedger(NamedTuple):
     """A ledger and what its coordinator shows of it."""
 
     run_key: str
@@ -72,10 +72,9 @@ class ShownLedger:
 def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     """Recomputes the ledger's hashes and balances, and compares them with the signed head and the public tables."""
     try:
-        found = (
+        run_key, shown, head, events = (
             _ledger_of_url(options.run, stop) if is_url(options.run) else _ledger_of_folder(Path(options.run))
         )
-        run_key, shown, head, events = found.run_key, found.shown, found.head, found.events
         with progress(f"verifying {len(events):,} events"):
             count = verify_ledger(events, head, run_key)
             books = replay(events[: shown.ledger_seq])
@@ -171,10 +170,6 @@ def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
         raise CorruptData(f"the page from event {seq} on holds no ledger events") from None
 
 
-class VersionGone(Exception):
-    """No relay serves the version of a submission any more."""
-
-
 # -- shoal audit --------------------------------------------------------------------------------------------
 
 
@@ -189,9 +184,9 @@ class AuditSource:
     claim: Callable[[str], Claim]
     """Returns the submission on a lease."""
     read_object: Callable[[str], bytes]
-    """Returns a submitted file; raises ValueError if it is missing or not the one that was submitted."""
-    policy: Callable[[Claim], "LoadedPolicy"]
-    """Returns the version that a submission names; raises CannotCheck if its weights cannot be had."""
+    """Returns a submitted file; raises ValueError if it is not the one that was submitted."""
+    policy: Callable[[Claim], "LoadedPolicy | None"]
+    """Returns the version that a submission names, None if no relay holds it any more; raises CannotCheck if it cannot be loaded."""
 
 
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -259,9 +254,9 @@ def _audit_url(options: argparse.Namespace, stop: threading.Event) -> Iterator[A
         )
 
 
-def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy":
+def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy | None":
     if not claim.relays:
-        raise VersionGone
+        return None
     return versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
 
 
@@ -269,6 +264,10 @@ def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy":
 def _audit_folder(options: argparse.Namespace) -> Iterator[AuditSource]:
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(Path(options.run)))
+        if run.config.store:
+            raise ValueError(
+                f"the submitted files of this run are in {run.config.store}; audit its coordinator's URL instead"
+            )
         ledger = _ledger_of_folder(run.folder)
         verify_ledger(ledger.events, ledger.head, ledger.run_key)
         work = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -277,16 +276,9 @@ def _audit_folder(options: argparse.Namespace) -> Iterator[AuditSource]:
             events=ledger.events,
             held=set(run.archive.versions()),
             claim=run.claim,
-            read_object=partial(_stored_file, run),
+            read_object=run.read_object,
             policy=partial(_archived_policy, run, work),
         )
-
-
-def _stored_file(run: RunFolder, sha256: str) -> bytes:
-    data = run.read_object(sha256)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError(f"the stored file is not {sha256}")
-    return data
 
 
 def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy":
@@ -298,7 +290,7 @@ def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy"
     version = claim.policy_version
     folder = work / f"v{version}"
     try:
-        manifest = run.archive.restore(version, folder, run_key=run.run_key)
+        manifest = run.restore(version, folder)
         leased = {policy.version: policy.weights_digest for policy in claim.lease.policies}
         if manifest.weights_digest != leased.get(version):
             raise ValueError(f"version {version} in the archive has other weights than the lease names")
@@ -335,9 +327,9 @@ def _print_result(options: argparse.Namespace, num_events: int, found: dict[str,
 def describe(difference: str | None, seed: str | None) -> str:
     """Returns the result of one repeated verdict in words. `seed` is the lease's revealed seed, if it is revealed."""
     if difference in _NOT_REPEATABLE:
-        return f"cannot be checked: {difference}"
+        return f"{_UNCHECKED}{difference}"
     if difference is not None:
-        return f"NOT GOOD: {difference}"
+        return difference if difference.startswith(_UNCHECKED) else f"NOT GOOD: {difference}"
     if seed is None:
         return "agrees with the ledger; its seed is not revealed yet"
     return "agrees with the ledger; its seed matches the commitment"
@@ -397,7 +389,7 @@ def repeat_verdict(
         if error.code != "request.not_found" or verdict.body["code"] == ACCEPTED:
             raise
         return DELETED
-    if claim.lease.digest() != issued.body["lease_digest"]:
+    if claim.lease.digest() != issued.body.get("lease_digest"):
         return "the lease does not have the digest that the ledger has"
     try:
         data = source.read_object(claim.sha256)
@@ -408,13 +400,12 @@ def repeat_verdict(
         int(verdict.body["evidence"].get("calibrated_at", claim.policy_version))
     )
     try:
-        again = judge(
-            data, claim, spec, source.policy(claim), reader=reader, control_seed=secrets.randbits(64)
-        )
+        policy = source.policy(claim)
+        if policy is None:
+            return GONE
+        again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
     except CannotCheck as error:
-        return f"cannot be checked: {error}"
-    except VersionGone:
-        return GONE
+        return f"{_UNCHECKED}{error}"
     return difference_between(again, verdict, tolerance=_reward_tolerance(source.spec, claim))
 
 

@@ -11,7 +11,6 @@ all checks of any run. --coordinator reads the rewards of that run from its ledg
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import re
@@ -19,7 +18,7 @@ import shlex
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -145,27 +144,22 @@ def _answer(
     stop: threading.Event,
 ) -> None:
     task = load_task(spec)
-    with progress("answers", len(left) * draw.samples) as advance, _print_how_to_continue(finished, left):
-        for one, answers in answer(engine, task, left, draw, spec=spec, stop=stop, advance=advance):
-            outcomes = Counter(given.outcome for given in answers)
-            finished.add(
-                ProblemResult(
-                    one.place,
-                    outcomes[Outcome.RIGHT],
-                    outcomes[Outcome.UNPARSEABLE],
-                    sum(given.num_tokens for given in answers),
-                )
-            )
-
-
-@contextlib.contextmanager
-def _print_how_to_continue(finished: "FilterProgress", left: list[PosedProblem]) -> Iterator[None]:
-    before = len(finished.done)
+    total = len(finished.done) + len(left)
     try:
-        yield
+        with progress("answers", len(left) * draw.samples) as advance:
+            for one, answers in answer(engine, task, left, draw, spec=spec, stop=stop, advance=advance):
+                outcomes = Counter(given.outcome for given in answers)
+                finished.add(
+                    ProblemResult(
+                        one.place,
+                        outcomes[Outcome.RIGHT],
+                        outcomes[Outcome.UNPARSEABLE],
+                        sum(given.num_tokens for given in answers),
+                    )
+                )
     except Stopped:
         print(
-            f"stopped with {len(finished.done)} of {before + len(left)} problems done; the same command continues",
+            f"stopped with {len(finished.done)} of {total} problems done; the same command continues",
             file=sys.stderr,
         )
         raise
@@ -251,7 +245,7 @@ def _filter_by_run(options: argparse.Namespace, spec: TaskSpec, task: Task, stop
     chosen = choose_problems(task.size("train"), int(each["count"]) or None, int(each["seed"]))
     answered = answered_chunks(events)
     wanted = -(-one.prompts // int(each["chunk"]))
-    if len(chosen) != one.prompts or len(answered) < wanted:
+    if len(chosen) != one.prompts or not answered.keys() >= set(range(wanted)):
         raise ValueError(
             f"{run} has the answers of {len(answered)} of {wanted} chunks to {one.prompts} problems, the file has {len(chosen)}; "
             "continue the run (shoal run FILE.toml --resume) until it is finished"

@@ -1,73 +1,48 @@
 """The first commands of a visitor: `shoal demo` runs a swarm from the installed package, `shoal completion` prints a shell script."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
+import shtab
+
+from shoal.cli.arguments import add_run
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
-from shoal.cli.ui.values import Commands, add_device, port_number, url_or_folder
+from shoal.cli.ui.questions import agrees
+from shoal.cli.ui.values import url_or_folder
 
 PACKAGE = "shoal-rl"
-SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
-def add_demo(commands: Commands, parse: Callable[[Sequence[str]], argparse.Namespace]) -> None:
-    """Adds `shoal demo`. `parse` reads the command line of `shoal run`, which the demo is."""
-    parser = commands.add_parser(
-        "demo", help="a whole swarm on this machine: a small model learns, a lying worker is ejected"
-    )
-    parser.add_argument("--dir", type=Path, default=Path("out/demo"), help="(default: out/demo)")
-    parser.add_argument(
-        "--port", type=port_number, help="the coordinator's port (default: 8700, or a free one)"
-    )
-    add_device(parser)
-    parser.add_argument("--resume", action="store_true", help="continue a demo that was stopped")
-    parser.add_argument("--yes", action="store_true", help="install torch without asking, if it is missing")
-    parser.set_defaults(action=lambda options, stop: demo(options, stop, parse))
-
-
-def add_completion(commands: Commands, parser_of_all: Callable[[], argparse.ArgumentParser]) -> None:
-    """Adds `shoal completion`. `parser_of_all` returns the parser of every command."""
-    parser = commands.add_parser("completion", help="print the script that completes commands and options")
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(action=lambda options, stop: completion(options, parser_of_all()))
-
-
-def demo(
-    options: argparse.Namespace, stop: threading.Event, parse: Callable[[Sequence[str]], argparse.Namespace]
-) -> int:
+def demo(options: argparse.Namespace, stop: threading.Event) -> int:
     """Runs the demo's run file, which is a part of the package, in `--dir`."""
-    if importlib.util.find_spec("torch") is None and not _install_torch(yes=options.yes):
+    if importlib.util.find_spec("torch") is None and not _install_torch(stop, yes=options.yes):
         return EXIT_FAILED
     with as_file(files("shoal.cli.run") / "demo.toml") as file:
         words = ["run", str(file), "--dir", str(options.dir), "--device", options.device]
         words += ["--resume"] if options.resume else ["--fresh"]
         words += [] if options.port is None else ["--port", str(options.port)]
-        run = parse(words)
+        parser = argparse.ArgumentParser()
+        add_run(parser.add_subparsers())
+        run = parser.parse_args(words)
         return int(run.action(run, stop))
 
 
-def completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def completion(options: argparse.Namespace, stop: threading.Event) -> int:
     """Prints the completion script of one shell."""
-    import shtab
-
-    _complete_file_names(parser)
-    print(shtab.complete(parser, shell=options.shell))
+    _complete_file_names(options.whole_parser)
+    print(shtab.complete(options.whole_parser, shell=options.shell))
     return EXIT_OK
 
 
 def _complete_file_names(parser: argparse.ArgumentParser) -> None:
     """Marks the arguments that take files. Without a mark the shells complete no file names for them."""
-    import shtab
-
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -83,14 +58,19 @@ def requirements_of(extra: str) -> list[str]:
     return [marker.sub("", text) for text in found if marker.search(text)]
 
 
-def _install_torch(*, yes: bool) -> bool:
+def _install_torch(stop: threading.Event, *, yes: bool) -> bool:
     """Installs the packages of the extra `torch` into this environment, after asking. Returns whether they are there now."""
     wanted = requirements_of("torch")
     command = [sys.executable, "-m", "pip", "install", *wanted]
     print(
         f"The demo trains a model, which needs torch; only the coordinator and relays run without it.\n  {PACKAGE}[torch] is: {', '.join(wanted)}"
     )
-    if not yes and not _agrees(f"Install these into {sys.prefix} now? [Y/n] "):
+    if not yes and not agrees(
+        f"Install these into {sys.prefix} now? [Y/n] ",
+        stop,
+        otherwise=f"torch is not installed; pip install '{PACKAGE}[torch]', or start the demo with --yes",
+        default=True,
+    ):
         print(f"Nothing was installed. Later: pip install '{PACKAGE}[torch]'")
         return False
     done = subprocess.run(command, check=False)
@@ -102,14 +82,3 @@ def _install_torch(*, yes: bool) -> bool:
         )
         return False
     return True
-
-
-def _agrees(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise ValueError(
-            f"torch is not installed; pip install '{PACKAGE}[torch]', or start the demo with --yes"
-        )
-    answer = "n"
-    with contextlib.suppress(EOFError):
-        answer = input(question)
-    return answer.strip().lower() in ("", "y", "yes")

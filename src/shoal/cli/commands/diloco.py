@@ -13,11 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.run.supervise import EXIT_OK, lock_folder
-from shoal.cli.ui.values import Commands, add_device, add_threads, at_least_one, port_number, seconds
+from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK, lock_folder
+from shoal.cli.ui.values import (
+    Commands,
+    add_device,
+    add_threads,
+    at_least_one,
+    port_number,
+    seconds,
+    use_device,
+)
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import DeadlinePassed
-from shoal.telemetry import Log
+from shoal.telemetry import Log, printable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -171,16 +179,11 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
-    import torch
-
-    from shoal.cli.ui.values import check_device
     from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)
     ranks = _join_ranks(file, options)
-    check_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_device(options)
     options.dir.mkdir(parents=True, exist_ok=True)
     if ranks.leads and ranks.size > 1:
         _site_id(options.dir)  # the other ranks read it
@@ -361,7 +364,7 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
     print(f"join: http://{host}:{port}", flush=True)
     stop.wait()
     server.shutdown()
-    return EXIT_OK
+    return EXIT_INTERRUPTED
 
 
 async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -390,7 +393,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
                 print(f"{time.strftime('%H:%M:%S')} {len(peers)} peers", *peers, sep="\n  ", flush=True)
     finally:
         await mesh.stop()
-    return EXIT_OK
+    return EXIT_INTERRUPTED
 
 
 # -- what is shown ------------------------------------------------------------------------------------------
@@ -408,7 +411,7 @@ def reach_of(address: str) -> str:
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:
-    """Returns one line per peer of a directory."""
+    """Returns one line per peer of a directory, which every peer writes into."""
     from shoal.diloco.averaging.peer_messages import Card
     from shoal.wire.codes import Rejected
 
@@ -420,7 +423,7 @@ def describe_peers(cards: dict[str, bytes]) -> list[str]:
             continue
         held = card.standing
         where = "no state yet" if held is None else f"round {held.round}, state {held.state_digest[:8]}"
-        lines.append(f"{peer[-10:]}  {where}{'' if card.reachable else ', outbound only'}")
+        lines.append(f"{printable(peer[-10:])}  {where}{'' if card.reachable else ', outbound only'}")
     return lines
 
 
@@ -428,6 +431,7 @@ def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> "G
     """Returns the site's progress, its last round, and the other peers."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     own = Table(title=f"{file.run.name} at this site", show_header=False)
     report = progress.last_round
@@ -451,7 +455,7 @@ def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> "G
     for peer, card in sorted(getattr(averager, "peers", dict)().items()):
         held = card.standing
         others.add_row(
-            peer[-10:],
+            Text(printable(peer[-10:])),
             "" if held is None else str(held.round),
             "in a round" if card.in_round else str(card.phase),
             "" if held is None else held.state_digest[:8],

@@ -24,6 +24,8 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import byte_size
 from shoal.net.http_client import Unreachable
 from shoal.swarm.coordinator.rules.node_status import is_older
+from shoal.tasks import CannotGrade
+from shoal.tasks.grading.sandbox import best_level
 from shoal.telemetry import printable
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.manifest import Manifest
@@ -128,9 +130,6 @@ def _folder(dir: Path, *, make: bool) -> HealthCheck:
 
 def _sandbox() -> HealthCheck:
     """Returns how programs would be isolated. Only validators run programs, so no level keeps a worker from working."""
-    from shoal.tasks import CannotGrade
-    from shoal.tasks.grading.sandbox import best_level
-
     try:
         level = best_level()
     except CannotGrade as error:
@@ -218,9 +217,16 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
     largest = max(sent, key=lambda entry: entry.num_bytes)
     path = f"{url}/versions/{manifest.version}/{largest.name}"
     size = min(SAMPLE_BYTES, largest.num_bytes)
-    began_s = time.monotonic()
+    began_s, got = time.monotonic(), 0
     try:
-        answer = httpx2.get(path, headers={"Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S)
+        with httpx2.stream(
+            "GET", path, headers={"Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S
+        ) as answer:
+            # A relay may send more than it was asked for, or a byte now and then.
+            for piece in answer.iter_raw() if answer.is_success else ():
+                got += len(piece)
+                if got >= size or time.monotonic() > began_s + TIMEOUT_S:
+                    break
     except httpx2.HTTPError as error:
         return bad(
             "relay",
@@ -238,7 +244,6 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
             f"{url}: HTTP {answer.status_code}",
             "it may still be mirroring; other relays serve meanwhile",
         )
-    got = len(answer.content)
     # The time of a small file is mostly latency and says nothing about bandwidth.
     speed = (
         f"{got / 1e3:.0f} kB in {took_s:.2f} s" if got < 1 << 20 else f"{got * 8 / took_s / 1e6:.0f} Mbit/s"

@@ -3,14 +3,14 @@
 import argparse
 import contextlib
 import json
-import math
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import httpx2
 
@@ -27,11 +27,12 @@ from shoal.cli.commands.sample_answers import (
 )
 from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
+from shoal.cli.run_folder import NEWEST, RunFolder, is_run_folder, named_version
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means, is_url, pass_at, wilson
+from shoal.cli.ui.values import MAX_NEW_TOKENS, is_url, pass_at, wilson
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient, Tickets
+from shoal.shardcast import RelayChoice, fetch_version
 from shoal.tasks import Outcome
 from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log, printable
@@ -71,10 +72,11 @@ class Figures:
     """Mean number of tokens above or below the budget, if prompts asked for a length."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model comes from: the version, if it is a run's, and the default sampling."""
+class EvaluatedModel(NamedTuple):
+    """The folder of a model, the task that it is evaluated on, its version if it is a run's, and the default sampling."""
 
+    folder: Path
+    task: TaskSpec
     version: int | None
     sampling: Sampling
 
@@ -83,9 +85,9 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     samples = options.samples or options.k
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
-    with _source(options, stop) as (folder, spec, source):
+    with _open_model(options, stop) as (folder, spec, version, sampling):
         task = load_task(spec)
-        draw = make_draw(options, samples, source.sampling)
+        draw = make_draw(options, samples, sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
         with progress("answers", len(posed) * samples) as advance:
@@ -95,7 +97,7 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
         write_answers(options.answers, answered)
     if options.show and not options.json:
         print(format_answers(answered[: options.show]))
-    settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
+    settings = {"model": options.model, "version": version, "task": spec.model_dump(), **asdict(draw)}
     print(json.dumps(settings | asdict(figures)) if options.json else format_figures(figures, settings))
     if len(posed) < options.prompts:
         print(f"shoal: the task has only {len(posed)} held-out problems; all were used", file=sys.stderr)
@@ -146,6 +148,7 @@ def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figure
     answers = [one for group in groups for one in group]
     rights = [sum(one.outcome is Outcome.RIGHT for one in group) for group in groups]
     share = sum(rights) / len(answers)
+    off_budget = [one.off_budget for one in answers if one.off_budget is not None]
     at_k = [pass_at(k, samples=len(group), right=right) for group, right in zip(groups, rights, strict=True)]
     return Figures(
         prompts=len(groups),
@@ -153,27 +156,22 @@ def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figure
         pass_at_1=share,
         pass_at_1_interval=wilson(share, len(groups)),
         k=k,
-        pass_at_k=math.fsum(at_k) / len(at_k),
-        pass_at_k_interval=wilson(math.fsum(at_k) / len(at_k), len(groups)),
-        reward_mean=math.fsum(one.value for one in answers) / len(answers),
+        pass_at_k=fmean(at_k),
+        pass_at_k_interval=wilson(fmean(at_k), len(groups)),
+        reward_mean=fmean(one.value for one in answers),
         wrong=sum(one.outcome is Outcome.WRONG for one in answers) / len(answers),
         unparseable=sum(one.outcome is Outcome.UNPARSEABLE for one in answers) / len(answers),
         cut=sum(one.cut for one in answers) / len(answers),
-        tokens_mean=sum(one.num_tokens for one in answers) / len(answers),
-        off_budget_mean=_mean_off_budget(answers),
+        tokens_mean=fmean(one.num_tokens for one in answers),
+        off_budget_mean=fmean(off_budget) if off_budget else None,
     )
-
-
-def _mean_off_budget(answers: list[GradedAnswer]) -> float | None:
-    off = [one.off_budget for one in answers if one.off_budget is not None]
-    return sum(off) / len(off) if off else None
 
 
 def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
     version = "" if settings["version"] is None else f", version {settings['version']}"
     low, high = figures.pass_at_1_interval
     lines = [
-        f"{settings['model']}{version} on {settings['task']['name']}: {figures.prompts} held-out prompts, "
+        f"{settings['model']}{version} on {printable(settings['task']['name'])}: {figures.prompts} held-out prompts, "
         f"{figures.samples} {'answer' if figures.samples == 1 else 'answers'} each, temperature {settings['temperature']:g}, seed {settings['seed']}",
         f"  pass@1        {figures.pass_at_1:7.2%}   95 % interval {low:.2%} to {high:.2%} (Wilson, n = prompts)",
     ]
@@ -198,16 +196,14 @@ def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _source(
-    options: argparse.Namespace, stop: threading.Event
-) -> Iterator[tuple[Path, TaskSpec, ModelSource]]:
-    """Yields the model's folder, the task, and the model's source. A version of a run is written into a temporary folder."""
+def _open_model(options: argparse.Namespace, stop: threading.Event) -> Iterator[EvaluatedModel]:
+    """Yields the model. A version of a run is written into a temporary folder."""
     if is_run_folder(Path(options.model)):
         with RunFolder(Path(options.model)) as run, tempfile.TemporaryDirectory() as into:
             version = run.find_version(NEWEST if options.version is None else options.version)
             run.restore(version, Path(into))
             spec = run.local_spec().task if options.task is None else task_spec(options)
-            yield Path(into), spec, ModelSource(version, run.spec.sampling.of(spec))
+            yield EvaluatedModel(Path(into), spec, version, run.spec.sampling.of(spec))
         return
     if not is_url(options.model):
         if options.task is None:
@@ -220,40 +216,25 @@ def _source(
                 "--version needs a run's folder or a coordinator's URL as MODEL; leave it out for a model folder"
             )
         with model_folder(options.model) as folder:
-            yield folder, task_spec(options), ModelSource(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
+            yield EvaluatedModel(folder, task_spec(options), None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
         with PublicApi(options.model) as api:
-            number = find_published(api, options.version or NEWEST)
-            info, folder, version = fetch_published(api, number, Path(into), options.key, stop)
+            name = options.version or NEWEST
+            info, folder, version = fetch_published(api, name, Path(into), options.key, stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
-        yield folder, spec, ModelSource(version, info.spec.sampling)
-
-
-def find_published(api: PublicApi, name: str) -> int | None:
-    """Returns the version that `best` or a number names; None for `newest`."""
-    if name == NEWEST:
-        return None
-    if name.isdigit():
-        return int(name)
-    if name != BEST:
-        raise ValueError(f"--version {name}: use a number, best or newest")
-    means = held_out_means(api.read("/v1/stats", Stats).evaluations)
-    if not means:
-        raise ValueError(f"{api.url} has no complete held-out evaluation yet; use --version newest")
-    return best_version(means)
+        yield EvaluatedModel(folder, spec, version, info.spec.sampling.of(spec))
 
 
 def fetch_published(
-    api: PublicApi, version: int | None, into: Path, key: Path | None, stop: threading.Event
+    api: PublicApi, name: str, into: Path, key: Path | None, stop: threading.Event
 ) -> tuple[Info, Path, int]:
-    """Fetches a published version, None for the newest, and verifies it with the run's key.
+    """Fetches the version that `best`, `newest` or a number names, and verifies it with the run's key.
 
     `key` is a member's key, for relays that are private.
     """
-    from shoal.shardcast import RelayChoice, fetch_version
-
     log = Log("eval")
+    version = named_version(name, api.url, lambda: api.read("/v1/stats", Stats).evaluations)
     info = api.read("/v1/info", Info)
     found = api.find(f"/v1/policies/{'latest' if version is None else version}")
     if found is None:
@@ -307,7 +288,8 @@ def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
 def _status(source: str, headers: dict[str, str]) -> int | None:
     """Returns the status with which a source answers; None if it does not."""
     try:
-        return httpx2.get(f"{source}/ticket", headers=headers, timeout=TIMEOUT_S).status_code
+        with httpx2.stream("GET", f"{source}/ticket", headers=headers, timeout=TIMEOUT_S) as answer:
+            return answer.status_code
     except httpx2.HTTPError:
         return None  # it may be reachable again later, while others serve
 

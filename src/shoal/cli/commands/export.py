@@ -17,6 +17,7 @@ from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_folder import RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.questions import ask_line
 from shoal.cli.ui.values import held_out_means, is_url
 from shoal.telemetry import printable
 from shoal.wire.ledger import LedgerHead
@@ -57,9 +58,8 @@ def export(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{out} is not empty; choose another --out")
     with _open_version(options, stop) as (folder, facts):
         _write_export(folder, out, facts)
-    print(
-        f"{out}: version {facts.version} of run {facts.spec.run}{_held_out(facts)}, with a model card in {CARD}"
-    )
+    name = printable(facts.spec.run)
+    print(f"{out}: version {facts.version} of run {name}{_held_out(facts)}, with a model card in {CARD}")
     print(f"  load it           transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     print(f"  talk to it        shoal chat {out}")
     return EXIT_OK
@@ -114,7 +114,7 @@ def _open_version(options: argparse.Namespace, stop: threading.Event) -> Iterato
 def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
     version = run.find_version(name)
     with progress(f"restoring version {version}"):
-        manifest = run.archive.restore(version, into / "version", run_key=run.run_key)
+        manifest = run.restore(version, into / "version")
     last = list(run.events())[-1]
     head = LedgerHead(run=run.spec.run, seq=last.seq, hash=last.hash, time_s=last.time_s)
     facts = RunFacts(
@@ -130,12 +130,11 @@ def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
 
 
 def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tuple[Path, RunFacts]:
-    from shoal.cli.commands.evaluate import fetch_published, find_published
+    from shoal.cli.commands.evaluate import fetch_published
     from shoal.shardcast.manifest_files import read_manifest
 
     with PublicApi(options.run) as api:
-        number = find_published(api, options.version)
-        info, folder, version = fetch_published(api, number, into, options.key, stop)
+        info, folder, version = fetch_published(api, options.version, into, options.key, stop)
         head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
         history = api.read("/v1/history", History)
     manifest = read_manifest(folder)
@@ -238,16 +237,11 @@ def chat(options: argparse.Namespace, stop: threading.Event) -> int:
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print("Ctrl-D ends the conversation; an empty line begins a new one.", file=sys.stderr)
-    while not stop.is_set():
-        if at_terminal:
-            print("> ", end="", flush=True, file=sys.stderr)
-        line = sys.stdin.readline()
-        if not line:
-            break
-        if not line.strip():
+    while line := ask_line("> ", stop, out=sys.stderr) if at_terminal else sys.stdin.readline():
+        if line.strip():
+            _print_reply(talk.answer(line.rstrip("\n"), stop))
+        else:
             talk.begin()
-            continue
-        _print_reply(talk.answer(line.rstrip("\n"), stop))
     return EXIT_OK
 
 
@@ -299,10 +293,7 @@ class Conversation:
             max_new_tokens=self._options.max_new_tokens,
             temperature=self._options.temperature,
         )
-        for rows in generate(self._engine, [request], stop):
-            for row in rows:
-                return row.output_tokens
-        raise AssertionError("the engine ended without an answer")
+        return next(row for rows in generate(self._engine, [request], stop) for row in rows).output_tokens
 
 
 @contextlib.contextmanager
@@ -319,7 +310,7 @@ def _chat_folder(options: argparse.Namespace) -> Iterator[Path]:
         with RunFolder(path) as run, tempfile.TemporaryDirectory() as into:
             version = run.find_version(options.version)
             run.restore(version, Path(into))
-            print(f"version {version} of run {run.spec.run}", file=sys.stderr)
+            print(f"version {version} of run {printable(run.spec.run)}", file=sys.stderr)
             yield Path(into)
         return
     with model_folder(options.model) as folder:

@@ -5,9 +5,11 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
-from shoal.cli.commands.join import JOINED, load_key, write_text
+from shoal.cli.commands.join import JOINED, load_key
 from shoal.cli.run.supervise import EXIT_OK
+from shoal.files import write_bytes_atomically
 from shoal.wire.delegation import delegate as sign_delegation
 from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import PUBLIC_KEY, Key
@@ -37,16 +39,27 @@ def restore(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{options.dir} already holds a node; choose another --dir")
     try:
         kept = json.loads(options.file.read_text(encoding="utf-8"))
-        if not isinstance(kept, dict) or "node.key" not in kept or not set(kept) <= set(KEPT):
+        if not isinstance(kept, dict) or not set(kept) <= set(KEPT):
             raise ValueError
-    except ValueError:
+        texts = {name: text.encode() for name, text in kept.items()}
+        key = _restore_key(options.dir / "node.key", texts["node.key"])
+    except (ValueError, KeyError, AttributeError):
         raise ValueError(
             f"{options.file} is not a backup of a node; `shoal identity backup` makes one"
         ) from None
-    for name, text in kept.items():
-        write_text(options.dir / name, text, mode=0o600)
-    print(f"node {Key.load(options.dir / 'node.key').public[:16]} is restored in {options.dir}")
+    for name, text in texts.items():
+        write_bytes_atomically(options.dir / name, text, mode=0o600)
+    print(f"node {key.public[:16]} is restored in {options.dir}")
     return EXIT_OK
+
+
+def _restore_key(path: Path, text: bytes) -> Key:
+    write_bytes_atomically(path, text, mode=0o600)
+    try:
+        return Key.load(path)
+    except ValueError:
+        path.unlink()
+        raise
 
 
 def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -59,7 +72,7 @@ def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
     if new:
         print(f"Made an owner's key: {options.owner}. Keep it offline and backed up; nodes never need it.")
     delegation = sign_delegation(owner, options.node, now_s=time.time(), days=options.days)
-    write_text(options.out, delegation.model_dump_json() + "\n")
+    write_bytes_atomically(options.out, f"{delegation.model_dump_json()}\n".encode())
     print(f"owner {owner.public}\nwrote {options.out}; copy it into the node's folder as delegation.json")
     return EXIT_OK
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import secrets
-import select
 import shutil
 import sys
 import threading
@@ -17,18 +16,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from shoal.cli.commands.doctor import examine, print_findings
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.confined_worker import confinement, run_confined
 from shoal.cli.run.roles import limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
+from shoal.cli.ui.join_view import JoinView, single_keys
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.questions import STOP_POLL_S, agrees
 from shoal.cli.ui.values import byte_size, check_device
 from shoal.cli.ui.view import shown_trust
-from shoal.files import write_bytes_atomically
+from shoal.files import folder_bytes, write_bytes_atomically
 from shoal.landlock import Confinement, Protection
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import Stopped
-from shoal.rollout.worker.worker_folder import LOG_FILE, PAUSE_NOW
+from shoal.rollout.worker.worker_folder import LOG_FILE, NODE_FILES, PAUSE_NOW, is_in_use
 from shoal.telemetry import Log, printable
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.delegation import read_delegation
@@ -42,7 +46,6 @@ from shoal.wire.run_spec import RunSpec
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
-STOP_POLL_S = 0.1
 VIEW_TIMEOUT_S = 2.0
 """Timeout of the view's requests. Short, because the view is not redrawn while it waits."""
 
@@ -53,10 +56,8 @@ VIEW_TIMEOUT_S = 2.0
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
-    from shoal.cli.commands.doctor import examine, print_findings
     from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import check_engine
-    from shoal.rollout.worker.worker_folder import is_in_use
 
     if is_in_use(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
@@ -89,15 +90,18 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         options.url, options.dir, info, stats, engine=options.engine, allow_ports=tuple(options.allow_port)
     )
     print(consent(info, key.public, options.url, options.dir, rules.protections(), uses))
-    if not options.yes and not _ask_yes_no(
-        "Join? [y/N] ", stop, flag="read the summary above and join with --yes"
+    if not options.yes and not agrees(
+        "Join? [y/N] ",
+        stop,
+        otherwise="standard input is not a terminal; read the summary above and join with --yes",
     ):
         print("Nothing was sent.")
         return EXIT_FAILED
     _check_stop(stop)
-    write_text(options.dir / JOINED, json.dumps({"coordinator": options.url}) + "\n")
+    joined = json.dumps({"coordinator": options.url})
+    write_bytes_atomically(options.dir / JOINED, f"{joined}\n".encode())
     if options.invite:
-        write_text(options.dir / "invite.txt", options.invite)
+        write_bytes_atomically(options.dir / "invite.txt", options.invite.encode())
     print(
         "Joining; the first lease is the qualification. Ctrl-C stops; joining again continues unfinished work."
     )
@@ -108,9 +112,6 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _run_with_view(options: argparse.Namespace, rules: Confinement, stop: threading.Event, node: str) -> int:
     """Runs the worker with its log in a file and a few lines about it at the terminal."""
-    from rich.console import Console
-
-    from shoal.cli.ui.join_view import JoinView, single_keys
 
     def ask() -> tuple[Info, NodeView | None] | None:
         try:
@@ -227,16 +228,6 @@ What joining means
 """
 
 
-def _ask_yes_no(question: str, stop: threading.Event, *, flag: str) -> bool:
-    """Returns whether the user agrees. `flag` says what to do where nobody can be asked."""
-    if not sys.stdin.isatty():
-        raise ValueError(f"standard input is not a terminal; {flag}")
-    print(question, end="", flush=True)
-    while not select.select([sys.stdin], [], [], STOP_POLL_S)[0]:
-        _check_stop(stop)  # Python's input() would keep waiting for an answer after Ctrl-C
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def _check_stop(stop: threading.Event) -> None:
     if stop.is_set():
         raise Stopped("stopped before joining")
@@ -302,8 +293,6 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def pause(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     _joined(options.dir)
     flag = options.dir / "paused"
     if options.off:
@@ -317,7 +306,7 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
             f"no worker runs in {options.dir}; the next one starts paused. `shoal pause --off` takes that back"
         )
     elif options.now:
-        write_text(flag, PAUSE_NOW)
+        write_bytes_atomically(flag, PAUSE_NOW.encode())
         print(
             "pausing at once; the current lease is given back and earns nothing. `shoal pause --off` continues"
         )
@@ -337,8 +326,6 @@ def leave(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _leave_run(folder: Path, stop: threading.Event) -> bool:
     """Leaves the run and returns True; if a worker runs in the folder, tells it to leave and returns False."""
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     key, url = _joined(folder)
     if is_in_use(folder):
         (folder / "leaving").touch()
@@ -351,17 +338,16 @@ def _leave_run(folder: Path, stop: threading.Event) -> bool:
 
 def remove(options: argparse.Namespace, stop: threading.Event) -> int:
     """Leaves the run and deletes what a node's folder holds. Files that Shoal did not write there are kept."""
-    from shoal.files import folder_bytes
-    from shoal.rollout.worker.worker_folder import NODE_FILES
-
     key = load_key(options.dir)
     size = folder_bytes(options.dir)
     lost = "its key is kept" if options.keep_key else "its key too, and with it the claim to its credit"
     print(
         f"This leaves the run and deletes node {key.public[:16]} in {options.dir} ({byte_size(size)}), {lost}."
     )
-    if not options.yes and not _ask_yes_no(
-        "Delete? [y/N] ", stop, flag="delete without a question with --yes"
+    if not options.yes and not agrees(
+        "Delete? [y/N] ",
+        stop,
+        otherwise="standard input is not a terminal; delete without a question with --yes",
     ):
         print("Nothing was deleted.")
         return EXIT_FAILED
@@ -382,8 +368,6 @@ def remove(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _leave_before_removal(options: argparse.Namespace, stop: threading.Event) -> None:
     """Leaves the run, and waits for a worker that runs in the folder to deliver its lease and end."""
-    from shoal.rollout.worker.worker_folder import is_in_use
-
     is_running = is_in_use(options.dir)
     if (options.dir / JOINED).exists():
         try:
@@ -462,11 +446,10 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.judge import judge
-    from shoal.swarm.validator.prefill import LoadedPolicy
+    from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
-    kept = json.loads(lease_file.read_text(encoding="utf-8"))
-    lease, version = Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
+    lease, version = read_lease(lease_file)
     folder = versions / f"v{version}"
     if not folder.exists():
         raise ValueError(
@@ -484,9 +467,21 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     )
     decoder = load_causal(folder, dtype=DTYPES[spec.compute_dtype])
     policy = LoadedPolicy(version, decoder, load_tokenizer(folder))
-    with TableReader() as reader:
-        return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+    try:
+        with TableReader() as reader:
+            return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+    except CannotCheck as error:
+        raise ValueError(
+            f"{file} cannot be checked on this machine: {error}; if it needs more memory, end other programs"
+        ) from None
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    write_bytes_atomically(path, text.encode(), mode=mode)
+def read_lease(path: Path) -> tuple[Lease, int]:
+    """Returns the lease of a worker's last file, and the version that made it. Raises ValueError for another file."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
+    except (ValueError, KeyError, TypeError, Rejected) as error:
+        raise ValueError(
+            f"{path} is not the lease of a file ({type(error).__name__}: {error}); give the lease.json that the worker wrote beside it"
+        ) from None

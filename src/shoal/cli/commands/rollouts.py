@@ -5,29 +5,31 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shoal.cli.commands.watch import read_rollouts_at
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.values import Commands, at_least_one, count, is_url, url_or_folder
+from shoal.cli.run_reader import open_reader
+from shoal.files import write_atomically
 from shoal.net.waiting import Stopped
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
 from shoal.telemetry import printable
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-    from shoal.wire.page_data import RolloutGroup, RolloutPage
-    from shoal.wire.transcript import SampleText
+from shoal.wire.page_data import RolloutGroup, RolloutPage
+from shoal.wire.transcript import SampleText
 
 PAGE_GROUPS = 32
 GROUPS_AT_ONCE = 256
 """Groups of an export that are in memory at the same time."""
-Read = Callable[["RolloutQuery"], "RolloutPage"]
+Read = Callable[[RolloutQuery], RolloutPage]
 TOKEN_STYLES = (
     (0.9, ""),
     (0.5, "on grey19"),
@@ -38,38 +40,7 @@ TOKEN_STYLES = (
 """Background colours of tokens, each with the lowest probability that it is used for."""
 
 
-def add_rollouts(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "rollouts",
-        help="print a run's answers as text, with rewards and verdicts",
-    )
-    parser.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
-    )
-    parser.add_argument("--version", type=count, metavar="N", help="only answers of this policy version")
-    parser.add_argument("--reward", type=float, metavar="R", help="only groups with an answer of this reward")
-    parser.add_argument("--task", default="", metavar="NAME", help="only this task, in a run with several")
-    parser.add_argument(
-        "--node", default="", metavar="ID", help="only this worker, by its id or its first digits"
-    )
-    parser.add_argument(
-        "--search", default="", metavar="TEXT", help="only groups with this text in prompt or answer"
-    )
-    parser.add_argument("--held-out", action="store_true", help="answers to held-out problems instead")
-    parser.add_argument(
-        "--limit", type=at_least_one, metavar="GROUPS", help="(default: 4; with --export and --json, all)"
-    )
-    parser.add_argument("--export", type=Path, metavar="FILE.parquet", help="write one row for each answer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each group")
-    parser.add_argument(
-        "--database", metavar="URL", default="", help="postgresql://..., if the run keeps its tables there"
-    )
-    parser.set_defaults(action=rollouts)
-
-
 def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-
     query = RolloutQuery(
         held_out=options.held_out,
         task=options.task,
@@ -79,8 +50,8 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
         search=options.search,
     )
     limit = options.limit or (None if options.export or options.json else 4)
-    with open_reader(options.run, options.database) as read:
-        found = find_groups(read, query, limit, stop)
+    with open_reader(options.run, options.database) as reader:
+        found = find_groups(reader.rollouts, query, limit, stop)
         if options.export:
             if options.export.suffix in (".csv", ".tsv", ".json", ".jsonl"):
                 raise ValueError(
@@ -95,14 +66,12 @@ def rollouts(options: argparse.Namespace, stop: threading.Event) -> int:
             else:
                 print_group(group)
         if not shown:
-            print(explain_no_match(read, query), file=sys.stderr)
+            print(explain_no_match(reader.rollouts, query), file=sys.stderr)
     return EXIT_OK
 
 
-def explain_no_match(read: Read, query: "RolloutQuery") -> str:
+def explain_no_match(read: Read, query: RolloutQuery) -> str:
     """Returns why nothing was printed, with the newest rollout that the run has."""
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-
     newest = read(RolloutQuery(held_out=query.held_out, limit=1)).groups
     if not newest:
         kind = "to held-out problems " if query.held_out else ""
@@ -114,24 +83,9 @@ def explain_no_match(read: Read, query: "RolloutQuery") -> str:
     )
 
 
-@contextmanager
-def open_reader(run: str, database: str = "") -> Iterator[Read]:
-    """Yields a function that reads a page of groups from a run's folder or from its coordinator."""
-    from shoal.cli.public_api import PublicApi
-    from shoal.cli.run_folder import RunFolder
-    from shoal.swarm.coordinator.leases.transcripts import read_rollouts
-
-    if is_url(run):
-        with PublicApi(run) as api:
-            yield lambda query: read_rollouts_at(api, query)
-    else:
-        with RunFolder(Path(run), database) as folder:
-            yield lambda query: read_rollouts(folder.db, query)
-
-
 def find_groups(
-    read: Read, query: "RolloutQuery", limit: int | None, stop: threading.Event
-) -> "Iterator[RolloutGroup]":
+    read: Read, query: RolloutQuery, limit: int | None, stop: threading.Event
+) -> Iterator[RolloutGroup]:
     """Yields the groups that match, newest first. Raises ValueError if they are not public yet, Stopped if `stop` is set."""
     left = limit
     while left is None or left > 0:
@@ -151,12 +105,7 @@ def find_groups(
 # -- the terminal -------------------------------------------------------------------------------------------
 
 
-def print_group(group: "RolloutGroup") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
+def print_group(group: RolloutGroup) -> None:
     console = Console(highlight=False)
     mean = sum(sample.reward for sample in group.samples) / len(group.samples)
     kind = "held-out" if group.held_out else escape(printable(group.state))
@@ -176,15 +125,13 @@ def print_group(group: "RolloutGroup") -> None:
         length = f"{sample.num_tokens}{'' if sample.ended else ' cut'}"
         table.add_row(f"{sample.reward:.3g}", length, colour_tokens(sample))
         if sample.judgement:
-            table.add_row("", "", Text(f"judge: {sample.judgement}", style="dim"))
+            table.add_row("", "", Text(printable(f"judge: {sample.judgement}", keep="\n\t"), style="dim"))
     console.print(table)
     console.print(Text(printable(f"{group.code}: {why_believed(group)}"), style="dim"), "")
 
 
-def colour_tokens(sample: "SampleText") -> "Text":
+def colour_tokens(sample: SampleText) -> Text:
     """Returns the answer with the background of each token by its probability."""
-    from rich.text import Text
-
     text = Text()
     for place, (piece, logprob) in enumerate(zip(sample.pieces, sample.logprobs, strict=True)):
         if sample.cut_at and place == sample.cut_at:
@@ -196,7 +143,7 @@ def colour_tokens(sample: "SampleText") -> "Text":
     return text
 
 
-def why_believed(group: "RolloutGroup") -> str:
+def why_believed(group: RolloutGroup) -> str:
     """Returns the numbers behind the verdict in a few words."""
     scores = {
         name: value
@@ -214,13 +161,8 @@ def why_believed(group: "RolloutGroup") -> str:
 # -- a file -------------------------------------------------------------------------------------------------
 
 
-def export(groups: "Iterable[RolloutGroup]", path: Path) -> int:
+def export(groups: Iterable[RolloutGroup], path: Path) -> int:
     """Writes one row for each answer, some groups at a time."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from shoal.files import write_atomically
-
     schema = pa.schema(
         [
             ("group_id", pa.string()),
@@ -257,7 +199,7 @@ def export(groups: "Iterable[RolloutGroup]", path: Path) -> int:
     return EXIT_OK
 
 
-def _to_row(group: "RolloutGroup", place: int, sample: "SampleText") -> dict[str, Any]:
+def _to_row(group: RolloutGroup, place: int, sample: SampleText) -> dict[str, Any]:
     own = group.model_dump(exclude={"samples", "evidence", "detail"})
     values = sample.model_dump(exclude={"cut_at"})
     return own | values | {"sample": place, "answer": "".join(sample.pieces)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import check_device
+from shoal.cli.ui.values import use_device
 from shoal.model.stop_strings import text_before_stop
 from shoal.model.tokenizer import ChatSetting, Tokenizer
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Reward, Split, Task, make_task
@@ -27,6 +27,7 @@ from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.task_errors import conversation_before, grade_answer, pose_problem, pose_twice
 from shoal.tasks.wrapped_tasks import choose_problems
+from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -115,6 +116,11 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[PosedPr
     return list(found.values())
 
 
+def posed_split(task: Task) -> Split:
+    """Returns the split to take problems from: `train`, but `eval` of a data set for evaluation only."""
+    return "eval" if isinstance(task, Finite) and not task.size("train") else "train"
+
+
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[Path]:
     """Yields the folder called `name`, or a temporary folder with the model of that name.
@@ -136,14 +142,10 @@ def model_folder(name: str) -> Iterator[Path]:
 
 
 def load_engine(folder: Path, options: argparse.Namespace, proof: ProofSpec | None = None) -> "Engine":
-    import torch
-
     from shoal.rollout.engine.drafting import DraftSettings
     from shoal.rollout.engine.selection import make_engine
 
-    check_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_device(options)
     engine = make_engine(
         options.engine,
         compute_dtype=options.dtype,
@@ -223,8 +225,6 @@ def _graded(
     rows: "Sequence[FinishedRow]",
     spec: TaskSpec,
 ) -> list[GradedAnswer]:
-    from shoal.wire.rollouts import Finish
-
     thinks = engine.tokenizer.thinks(chat=task.chat, setting=ChatSetting((), spec.chat_template_kwargs))
     answers = [
         Answer(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ConfigDict
 from starlette.applications import Starlette
@@ -38,15 +38,14 @@ from shoal.cli.commands.verify_answer import (
     answer_text,
     prompt_tokens,
 )
+from shoal.cli.run.supervise import EXIT_INTERRUPTED
 from shoal.net.http_server import Server, listen
+from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import sample_seed
-
-if TYPE_CHECKING:
-    from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CHOICES = 128
@@ -82,22 +81,22 @@ class CompletionRequest(Record):
 class _Waiting:
     """A request whose rows are being generated."""
 
-    rows: Sequence["GenerationRequest"]
-    done: "Future[list[FinishedRow]]" = field(default_factory=Future)
-    found: dict[int, "FinishedRow"] = field(default_factory=dict)
+    rows: Sequence[GenerationRequest]
+    done: Future[list[FinishedRow]] = field(default_factory=Future)
+    found: dict[int, FinishedRow] = field(default_factory=dict)
 
 
 class EngineThread:
     """Runs the engine in one thread. `generate` may be called from any other."""
 
-    def __init__(self, engine: "Engine", stop: threading.Event) -> None:
+    def __init__(self, engine: Engine, stop: threading.Event) -> None:
         self._engine, self._stop = engine, stop
         self._queue: queue.Queue[_Waiting] = queue.Queue()
         self._open: dict[int, _Waiting] = {}
         self._num_taken = 0
         self._thread = BackgroundTask("engine", self._main_loop)
 
-    def generate(self, rows: Sequence["GenerationRequest"]) -> "Future[list[FinishedRow]]":
+    def generate(self, rows: Sequence[GenerationRequest]) -> Future[list[FinishedRow]]:
         """Returns the finished rows, in order, once all of them have ended. A row that cannot run gives ValueError."""
         waiting = _Waiting(rows)
         self._queue.put(waiting)
@@ -146,7 +145,7 @@ class EngineThread:
             return
         self._open[number] = waiting
 
-    def _hand_out(self, finished: Sequence["FinishedRow"]) -> None:
+    def _hand_out(self, finished: Sequence[FinishedRow]) -> None:
         for row in finished:
             number = row.request.prompt_index
             waiting = self._open[number]
@@ -159,7 +158,7 @@ class EngineThread:
 class AnswerServer:
     """The handlers of the endpoint."""
 
-    def __init__(self, engine: "Engine", thread: EngineThread, *, name: str, dtype: "ComputeDtype") -> None:
+    def __init__(self, engine: Engine, thread: EngineThread, *, name: str, dtype: ComputeDtype) -> None:
         self._tokenizer, self._thread, self._name, self._dtype = engine.tokenizer, thread, name, dtype
         self.app = Starlette(
             routes=[
@@ -200,9 +199,7 @@ class AnswerServer:
             prompt_tokens=tuple(prompt_tokens(self._tokenizer, prompt)),
         )
 
-    def _answer(
-        self, evidence: AnswerEvidence, rows: Sequence["FinishedRow"], *, chat: bool
-    ) -> dict[str, Any]:
+    def _answer(self, evidence: AnswerEvidence, rows: Sequence[FinishedRow], *, chat: bool) -> dict[str, Any]:
         evidence = evidence.with_rows(rows)
         num_new = sum(len(row.output_tokens) for row in rows)
         return {
@@ -219,7 +216,7 @@ class AnswerServer:
             "shoal": evidence.model_dump(mode="json"),
         }
 
-    def _choice(self, number: int, row: "FinishedRow", *, chat: bool) -> dict[str, Any]:
+    def _choice(self, number: int, row: FinishedRow, *, chat: bool) -> dict[str, Any]:
         text = answer_text(self._tokenizer, row.output_tokens)
         names = [self._tokenizer.decode([token]) for token in row.output_tokens]
         common = {"index": number, "finish_reason": "stop" if row.finish is Finish.EOS else "length"}
@@ -274,9 +271,7 @@ def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
     return asked
 
 
-def _rows_of(evidence: AnswerEvidence) -> list["GenerationRequest"]:
-    from shoal.rollout.engine.api import GenerationRequest
-
+def _rows_of(evidence: AnswerEvidence) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt_index=0,
@@ -311,4 +306,4 @@ def serve(options: argparse.Namespace, stop: threading.Event) -> int:
                 thread.check()
         finally:
             server.close()
-    return 0
+    return EXIT_INTERRUPTED

@@ -6,13 +6,14 @@ import textwrap
 import threading
 from typing import Any
 
-from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, task_spec
+from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, posed_split, task_spec
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.progress_bar import progress
-from shoal.tasks import Finite, Problem, Split, Task
+from shoal.tasks import Problem, Task
 from shoal.tasks.datasets.data_set import Format
 from shoal.tasks.grading.pool import Answer
 from shoal.tasks.registry import Factory, find_task, task_origins
+from shoal.telemetry import printable
 
 SHOWN = 3
 """Problems that `show` prints."""
@@ -22,9 +23,7 @@ LONGEST = 1500
 
 
 def list_tasks(options: argparse.Namespace, stop: threading.Event) -> int:
-    rows = []
-    for name, origin in task_origins().items():
-        rows.append((name, origin, _description(name)))
+    rows = [(name, origin, _description(name)) for name, origin in task_origins().items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, origin, words in rows:
         print(f"{name:<{widths[0]}}  {origin:<{widths[1]}}  {words}")
@@ -42,9 +41,7 @@ def show_task(options: argparse.Namespace, stop: threading.Event) -> int:
         print(f"\n{len(names)} environments; choose one with --option {factory.selects}=NAME")
         return EXIT_OK
     task = load_task(spec)
-    # A data set for evaluation only has no problems to train on.
-    split: Split = "eval" if isinstance(task, Finite) and not task.size("train") else "train"
-    posed = [one.problem for one in pose(task, split, SHOWN, options.seed)]
+    posed = [one.problem for one in pose(task, posed_split(task), SHOWN, options.seed)]
     for number, problem in enumerate(posed, start=1):
         _print_problem(number, task, problem, posed)
     return EXIT_OK
@@ -68,7 +65,7 @@ def _print_answer(kind: str, task: Task, problem: Problem, answer: str) -> None:
 
 def _short(text: str) -> str:
     cut = text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text):,} characters)"
-    return textwrap.indent(cut, " " * 17).strip()
+    return textwrap.indent(printable(cut, keep="\n\t"), " " * 17).strip()
 
 
 def _description(name: str) -> str:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal import toploc
-from shoal.cli.commands.sample_answers import encode_problem, load_engine, model_folder
+from shoal.cli.commands.sample_answers import encode_problem, load_engine, model_folder, posed_split
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import use_device
 from shoal.files import write_bytes_atomically
 from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
@@ -68,7 +69,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
             compute_class(engine, device=options.device, compute_dtype=options.dtype),
             stop,
         )
-    options.out.write_bytes(encode(table))
+    write_bytes_atomically(options.out, encode(table))
     print(
         f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens, "
         f"made by {table.made_by}"
@@ -122,8 +123,9 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
                 for path in (own, replace(own, plain=True)):
                     facts = _check(of_task, path, terms, stop)
                     _check_same_model(options.file, facts, spec.compute_dtype)
-                    pair = _measured_pair(of_task, facts, table.made_by, path)
-                    pairs[task.temperature].append(pair._replace(task=task.title if len(tasks) > 1 else ""))
+                    title = task.title if len(tasks) > 1 else ""
+                    pair = _measured_pair(of_task, facts, table.made_by, path, source=title)
+                    pairs[task.temperature].append(pair)
             num_tokens += sum(len(row.output_tokens) for row in table.rows)
     noise, *others = [
         _noise_of(of_one, _model_name(file.run.model), spec.compute_dtype, _terms(spec, temperature))
@@ -138,6 +140,7 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks honest rows like a validator and writes a noise file."""
+    use_device(options)
     pairs: list[MeasuredPair] = []
     terms = TERMS._replace(sampling=Sampling(temperature=options.temperature))
     with model_folder(options.model) as folder:
@@ -149,10 +152,17 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
             for by in (policy, replace(policy, plain=True)):
                 facts = _check(table, by, terms, stop)
                 _check_same_model(path, facts, options.dtype)
-                pairs.append(_measured_pair(table, facts, table.made_by or path.stem, by))
+                source = path.stem if len(options.files) > 1 else ""
+                pair = _measured_pair(table, facts, table.made_by or path.stem, by, source=source)
+                if pair.name in {one.name for one in pairs}:
+                    raise ValueError(
+                        f"{path}: another file with this name has rows of the same kind of machine; rename it after its machine, "
+                        "because the noise file tells measurements apart by these names"
+                    )
+                pairs.append(pair)
                 _print_tokens(path, table, facts)
     noise = _noise_of(pairs, _model_name(options.model), options.dtype, terms)
-    options.out.write_text(noise.model_dump_json(indent=1) + "\n")
+    write_bytes_atomically(options.out, f"{noise.model_dump_json(indent=1)}\n".encode())
     _print_noise(noise)
     print(f"{options.out}: set run.calibration in a run file to this file")
     return 0
@@ -173,20 +183,21 @@ class MeasuredPair(NamedTuple):
     checked_by: str
     units: list[list[toploc.SegmentCheck | toploc.TokenBlock]]
     prompts: list[int]
-    task: str = ""
-    """The task of the rows, if several were measured."""
+    source: str = ""
+    """The task of the rows, or their file, if there are several."""
 
     @property
     def name(self) -> str:
         """Returns the name of the measurement in the noise file."""
-        return f"{self.made_by} to {self.checked_by}" + (f", {self.task}" if self.task else "")
+        return f"{self.made_by} to {self.checked_by}" + (f", {self.source}" if self.source else "")
 
 
 def _measured_pair(
-    table: RolloutTable, facts: Sequence[RowFacts], made_by: str, policy: LoadedPolicy
+    table: RolloutTable, facts: Sequence[RowFacts], made_by: str, policy: LoadedPolicy, *, source: str = ""
 ) -> MeasuredPair:
     units = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
-    return MeasuredPair(made_by, str(policy.compute_class()), units, [row.prompt_index for row in table.rows])
+    prompts = [row.prompt_index for row in table.rows]
+    return MeasuredPair(made_by, str(policy.compute_class()), units, prompts, source)
 
 
 def _noise_of(
@@ -281,8 +292,9 @@ def _task_requests(
 ) -> list[GenerationRequest]:
     """Returns requests of SAMPLES rows for each problem, whose prompts are numbered from `first_prompt`."""
     task = make_task(measured.spec)
+    split = posed_split(task)
     prompts = [
-        encode_problem(engine.tokenizer, task, measured.spec, pose_problem(task, "train", seed))
+        encode_problem(engine.tokenizer, task, measured.spec, pose_problem(task, split, seed))
         for seed in range(-(-rows // SAMPLES))
     ]
     return [

@@ -12,20 +12,23 @@ import secrets
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from shoal.cli.commands.sample_answers import model_folder
+from shoal.cli.ui.values import check_device
+from shoal.model.load_model import DTYPES, load_causal
+from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.rollout.engine.api import FinishedRow
+from shoal.swarm.validator.fact_checks import check_facts
+from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.recompute import recompute
 from shoal.telemetry import printable
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 from shoal.wire.rollouts import Finish, Rollout
 from shoal.wire.run_spec import ProofSpec, Sampling, default_tolerances
-
-if TYPE_CHECKING:
-    from shoal.model.tokenizer import Tokenizer
-    from shoal.rollout.engine.api import FinishedRow
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 MAX_RESPONSE_BYTES = 256 << 20
@@ -94,7 +97,7 @@ class AnswerEvidence(Record):
             samples_per_prompt=self.samples,
         )
 
-    def with_rows(self, rows: Iterable["FinishedRow"]) -> "AnswerEvidence":
+    def with_rows(self, rows: Iterable[FinishedRow]) -> "AnswerEvidence":
         answered = tuple(
             AnsweredRow(
                 output_tokens=row.output_tokens,
@@ -107,14 +110,14 @@ class AnswerEvidence(Record):
         return self.model_copy(update={"rows": answered})
 
 
-def prompt_tokens(tokenizer: "Tokenizer", prompt: AskedPrompt) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, prompt: AskedPrompt) -> list[int]:
     """Returns the tokens of a prompt. Turns go through the model's chat template."""
     if prompt.turns is None:
         return tokenizer.encode_prompt(prompt.text or "", chat=False)
     return tokenizer.encode_turns([turn.model_dump() for turn in prompt.turns])
 
 
-def answer_text(tokenizer: "Tokenizer", output_tokens: Sequence[int]) -> str:
+def answer_text(tokenizer: Tokenizer, output_tokens: Sequence[int]) -> str:
     """Returns the text of an answer, without the end token."""
     end = len(output_tokens) - (output_tokens[-1] in tokenizer.end_tokens)
     return tokenizer.decode(output_tokens[:end])
@@ -140,7 +143,7 @@ def _text(choice: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-def check_words(evidence: AnswerEvidence, texts: Sequence[str], tokenizer: "Tokenizer") -> None:
+def check_words(evidence: AnswerEvidence, texts: Sequence[str], tokenizer: Tokenizer) -> None:
     """Checks what needs no computation: prompt, texts, lengths and ends. Raises Rejected."""
     if not len(evidence.rows) == len(texts) == evidence.samples:
         raise Rejected(
@@ -155,7 +158,7 @@ def check_words(evidence: AnswerEvidence, texts: Sequence[str], tokenizer: "Toke
             raise Rejected("reject.bad_values", f"choice {index}: the text is not that of the proven tokens")
 
 
-def _check_row(index: int, row: AnsweredRow, max_new_tokens: int, tokenizer: "Tokenizer") -> None:
+def _check_row(index: int, row: AnsweredRow, max_new_tokens: int, tokenizer: Tokenizer) -> None:
     tokens = row.output_tokens
     if len(row.logprobs) != len(tokens) or len(tokens) > max_new_tokens:
         raise Rejected(
@@ -172,12 +175,6 @@ def _check_row(index: int, row: AnsweredRow, max_new_tokens: int, tokenizer: "To
 
 def verify_response(path: Path, folder: Path, *, dtype: str | None, device: str) -> AnswerEvidence:
     """Checks a stored answer against the model in `folder` and returns its evidence. Raises Rejected if it does not match."""
-    from shoal.model.load_model import DTYPES, load_causal
-    from shoal.model.tokenizer import load_tokenizer
-    from shoal.swarm.validator.fact_checks import check_facts
-    from shoal.swarm.validator.prefill import LoadedPolicy
-    from shoal.swarm.validator.recompute import recompute
-
     evidence, texts = read_response(path)
     tokenizer = load_tokenizer(folder)
     check_words(evidence, texts, tokenizer)
@@ -190,11 +187,16 @@ def verify_response(path: Path, folder: Path, *, dtype: str | None, device: str)
 
 def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     """Prints whether an answer is the model's. Returns 1 if it is not."""
+    check_device(options.device)
     with model_folder(options.model) as folder:
         try:
             evidence = verify_response(options.response, folder, dtype=options.dtype, device=options.device)
         except Rejected as refusal:
             result: dict[str, Any] = {"verified": False, "code": refusal.code, "reason": refusal.detail}
+        except CannotCheck as error:
+            raise ValueError(
+                f"{options.response} cannot be checked on this machine: {error}; use another one, or --device cuda"
+            ) from None
         else:
             num_tokens = sum(len(row.output_tokens) for row in evidence.rows)
             result = {"verified": True, "choices": len(evidence.rows), "tokens": num_tokens}

@@ -7,21 +7,25 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from typing import Any
 
+from rich.console import Console
+
+from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
-from shoal.cli.ui.values import Commands, is_url, url, url_or_folder
+from shoal.cli.run_folder import is_run_folder
+from shoal.cli.run_reader import open_reader
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.view import make_view, sparkline
+from shoal.files import write_bytes_atomically
+from shoal.net.http_client import Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from shoal.cli.public_api import PublicApi
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-    from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
+from shoal.swarm.coordinator.http.live_page import page_file
+from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
+from shoal.telemetry import printable
+from shoal.wire.messages import Stats
+from shoal.wire.page_data import RolloutGroup, RolloutPage, Snapshot
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -40,19 +44,7 @@ MAX_NODES = 100
 # -- shoal top ----------------------------------------------------------------------------------------------
 
 
-def add_top(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="watch a run in the terminal")
-    parser.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
-    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and exit")
-    parser.set_defaults(action=top)
-
-
 def top(options: argparse.Namespace, stop: threading.Event) -> int:
-    from rich.console import Console
-
-    from shoal.cli.public_api import PublicApi
-    from shoal.wire.page_data import Snapshot
-
     with PublicApi(options.url, timeout_s=ANSWER_S) as api:
         snapshot = api.read("/v1/page", Snapshot)
         if not options.json:
@@ -61,13 +53,8 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     return EXIT_OK
 
 
-def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Console") -> int:
+def watch_until_finished(api: PublicApi, stop: threading.Event, console: Console) -> int:
     """Shows the run until it is finished or stopped. Raises DeadlinePassed after SILENCE_S without an answer."""
-    from shoal.cli.ui.view import make_view
-    from shoal.net.http_client import Unreachable
-    from shoal.wire.messages import Stats
-    from shoal.wire.page_data import Snapshot
-
     view = make_view({}, console)
     heard_s, lost = time.monotonic(), False
     try:
@@ -93,10 +80,8 @@ def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Cons
     return EXIT_INTERRUPTED
 
 
-def final_summary(snapshot: "Snapshot") -> str:
+def final_summary(snapshot: Snapshot) -> str:
     """Returns the reward curve as one line, with the first and the last held-out reward."""
-    from shoal.cli.ui.view import sparkline
-
     ends = ""
     titles = dict.fromkeys(one.task for one in snapshot.evaluations)
     for title in titles:
@@ -110,93 +95,46 @@ def final_summary(snapshot: "Snapshot") -> str:
 # -- shoal report -------------------------------------------------------------------------------------------
 
 
-def add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
-    parser.add_argument(
-        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
-    )
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        default="",
-        help="postgresql://..., for a folder whose run keeps its tables there",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
-    parser.set_defaults(action=report)
-
-
 def report(options: argparse.Namespace, stop: threading.Event) -> int:
-    data = (
-        read_url(options.run, stop)
-        if is_url(options.run)
-        else read_folder(Path(options.run), options.database)
-    )
+    data = read_report(options.run, stop, database=options.database)
     text = make_report(data)
-    _write(options.out, text)
-    print(
-        f"{options.out}: run {data['snapshot']['terms']['run']}, {len(text.encode()) / 1000:.0f} kB, opens in any browser"
-    )
+    write_bytes_atomically(options.out, text.encode(), durable=False)
+    name = printable(data["snapshot"]["terms"]["run"])
+    print(f"{options.out}: run {name}, {len(text.encode()) / 1000:.0f} kB, opens in any browser")
     return EXIT_OK
 
 
 def write_report(folder: Path, out: Path) -> Path | None:
     """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
-    from shoal.cli.run_folder import is_run_folder
-
     if not is_run_folder(folder):
         return None
-    _write(out, make_report(read_folder(folder)))
+    write_bytes_atomically(
+        out, make_report(read_report(str(folder), threading.Event())).encode(), durable=False
+    )
     return out
 
 
-def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
-    """Returns the data of a report from a running coordinator."""
-    from shoal.cli.public_api import PublicApi
-    from shoal.cli.ui.progress_bar import progress
-    from shoal.wire.page_data import NodePage, Snapshot
-
-    with PublicApi(url) as api:
-        snapshot = api.read("/v1/page", Snapshot)
+def read_report(run: str, stop: threading.Event, *, database: str = "") -> dict[str, Any]:
+    """Returns the data of a report: of a coordinator as it is now, of a folder as it was at its last event."""
+    with open_reader(run, database) as reader:
+        snapshot = reader.snapshot()
         workers, pages = snapshot.workers[:MAX_NODES], []
         with progress("pages of nodes", len(workers)) as advance:
             for worker in workers:
                 if stop.is_set():
                     raise Stopped("stopped while the run was read")
-                pages.append(api.read(f"/v1/nodes/{worker.node}/page", NodePage))
+                pages.append(reader.node_page(worker.node))
                 advance(1)
-        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts_at(api, query))
-    return to_data(snapshot, pages, rollouts)
+        rollouts = choose_rollouts(snapshot, reader.rollouts)
+    return {
+        "rollouts": [group.model_dump(mode="json") for group in rollouts],
+        "snapshot": snapshot.model_dump(mode="json"),
+        "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
+    }
 
 
-def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
-    """Returns the groups that a running coordinator has for this query."""
-    from shoal.wire.page_data import RolloutPage
-
-    given = {name: value for name, value in asdict(query).items() if value not in ("", None, False)}
-    given |= {"held_out": 1} if query.held_out else {}
-    return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
-
-
-def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
-    """Returns the data of a report from a run's tables, as they were at its last event. The run may still be running."""
-    from shoal.cli.run_folder import RunFolder
-    from shoal.swarm.coordinator.leases.transcripts import read_rollouts
-    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
-
-    with RunFolder(folder, database) as run:
-        terms = run.terms_at_end()
-        snapshot = take_snapshot(run.db, terms)
-        pages = [node_page(run.db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
-        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(run.db, query))
-    return to_data(snapshot, pages, rollouts)
-
-
-def choose_rollouts(
-    snapshot: "Snapshot", read: "Callable[[RolloutQuery], RolloutPage]"
-) -> "list[RolloutGroup]":
+def choose_rollouts(snapshot: Snapshot, read: Callable[[RolloutQuery], RolloutPage]) -> list[RolloutGroup]:
     """Returns some groups of the first, the last and a few versions between, and held-out ones of the evaluated versions."""
-    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
-
     newest = snapshot.now.newest_version or 0
     trained = sorted({newest * part // (REPORT_VERSIONS - 1) for part in range(REPORT_VERSIONS)})
     evaluated = sorted({one.version for one in snapshot.evaluations})
@@ -209,21 +147,11 @@ def choose_rollouts(
     return list({group.group_id: group for group in found}.values())
 
 
-def to_data(snapshot: "Snapshot", pages: "list[NodePage]", rollouts: "list[RolloutGroup]") -> dict[str, Any]:
-    return {
-        "rollouts": [group.model_dump(mode="json") for group in rollouts],
-        "snapshot": snapshot.model_dump(mode="json"),
-        "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
-    }
-
-
 def make_report(data: dict[str, Any]) -> str:
     """Returns the page with style, script and data in one file.
 
     Its content security policy allows only this style and this script, by their hashes, and no request.
     """
-    from shoal.swarm.coordinator.http.live_page import page_file
-
     page, style = (page_file(name).decode() for name in ("page.html", "page.css"))
     scripts = {name: page_file(name).decode() for name in SCRIPTS}
     policy = (
@@ -252,9 +180,3 @@ def _to_safe_json(data: dict[str, Any]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _write(path: Path, text: str) -> None:
-    from shoal.files import write_bytes_atomically
-
-    write_bytes_atomically(path, text.encode(), durable=False)

@@ -19,6 +19,22 @@ MAX_NEW_TOKENS = 256
 Z_95 = 1.959964
 """Standard deviations on each side of a 95 % interval."""
 
+ADMIN_ACTIONS = {
+    "quarantine": "node: check every submission of it",
+    "ban": "node: eject it",
+    "restore": "node: forget its rejections, back to probation",
+    "pause": "issue no leases",
+    "resume": "issue leases again",
+    "void": "lease: end it without counting it against the node",
+    "uphold": "lease: the appeal against its rejection is right",
+    "dismiss": "lease: the appeal against its rejection is wrong",
+    "invite": "make an invitation; --amount says for how many nodes",
+    "allow": "key: let this node, or all nodes of this owner, enrol",
+    "disallow": "key: take that permission back",
+    "stake": "key: add --amount to its balance",
+}
+"""The actions of `shoal admin`: what each needs, if anything, and what it does."""
+
 Commands: TypeAlias = (
     "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
 )
@@ -123,6 +139,12 @@ def _number(text: str) -> float:
 
 
 # -- options that several commands share --------------------------------------------------------------------
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -342,3 +364,12 @@ def check_device(name: str) -> None:
         raise ValueError(
             f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"
         )
+
+
+def use_device(options: argparse.Namespace) -> None:
+    """Checks --device, and sets the number of torch's threads if --threads gives one."""
+    import torch
+
+    check_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
