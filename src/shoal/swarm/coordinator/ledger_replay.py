@@ -33,7 +33,6 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     NEW_NODE,
     RunEvidence,
     Sums,
-    new_scores,
     risen_statistics,
     scores_of,
 )
@@ -45,7 +44,7 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, RECALIBRATING, UNCERTAIN, UNCHECKED, CorruptData
+from shoal.wire.codes import UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.seeded_draw import lease_seed
@@ -295,18 +294,21 @@ class ReplayedLedger:
         given = body["evidence"].get(GIVEN_CODE, body["code"])
         lease = self._lease(body["lease_id"])
         work = (lease.unit, lease.policy_version)
-        scores = scores_of(given, body["evidence"])
-        is_new = node.accepted < NEW_NODE
-        code = UNCERTAIN if is_new and given == ACCEPTED and self.evidence.doubt(scores) else given
+        # The prefixes keep apart a key that is a node and an owner.
+        keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
         earlier = self.uncertain.get(work, [])
-        if self.evidence.watch.add(given, body["evidence"], work[1], self.time_s, is_new=is_new):
-            code = RECALIBRATING
-        elif new := new_scores(scores, earlier):
-            # The prefixes keep apart a key that is a node and an owner.
-            keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
-            code = ACCUMULATED if self.evidence.add(keys, new, is_new=is_new) is not None else code
+        found = self.evidence.add(
+            keys,
+            given,
+            body["evidence"],
+            version=lease.policy_version,
+            now_s=self.time_s,
+            is_new=node.accepted < NEW_NODE,
+            earlier=earlier,
+        )
+        code = given if found is None else found.code
         if body["code"] == UNCERTAIN:
-            self.uncertain[work] = [*earlier, scores]
+            self.uncertain[work] = [*earlier, scores_of(given, body["evidence"])]
         if code != body["code"]:
             raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence gives {code}")
 

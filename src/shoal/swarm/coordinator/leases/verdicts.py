@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, or_, select
+from sqlalchemy import Connection, Row, case, func, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, count_calibrations, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
@@ -21,11 +21,11 @@ from shoal.swarm.coordinator.membership.nodes import (
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import node_status
-from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE, Sums, scores_of
+from shoal.swarm.coordinator.rules.cumulative_evidence import EXCUSABLE, GIVEN_CODE, Sums, scores_of
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
-from shoal.swarm.coordinator.store.schema import leases, nodes, submissions, uploads, verdicts
+from shoal.swarm.coordinator.store.schema import calibrations, leases, nodes, submissions, uploads, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
@@ -129,6 +129,11 @@ _UNCERTAIN_BEFORE = Statement(
         leases.c.code == UNCERTAIN,
         leases.c.unit == given("unit"),
         submissions.c.policy_version == given("version"),
+    )
+)
+_CALIBRATED_AT = Statement(
+    select(func.coalesce(func.max(calibrations.c.from_version), -1)).where(
+        calibrations.c.from_version <= given("version")
     )
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
@@ -284,13 +289,26 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         )
     if verdict.code == ACCEPTED:
         _check_accepted(coordinator, lease, verdict)
-        # The node lost its trust during the check, so the submission needs every check now.
-        if submission.checks == "full" and verdict.checks != "full":
-            if lease.state == LeaseState.CHECKING:
-                move(tx, lease, LeaseEvent.RELEASE)
-            return status(find_lease(tx.db, lease_id))
+    if _must_check_again(tx, submission, verdict):
+        if lease.state == LeaseState.CHECKING:
+            move(tx, lease, LeaseEvent.RELEASE)
+        return status(find_lease(tx.db, lease_id))
     _apply(tx, coordinator, lease, submission, verdict)
     return status(find_lease(tx.db, lease_id))
+
+
+def _must_check_again(tx: Transaction, submission: Row[Any], verdict: Verdict) -> bool:
+    """Returns whether something has changed during the check that makes its verdict void."""
+    if verdict.code == ACCEPTED:
+        # The node lost its trust, so the submission needs every check now.
+        return bool(submission.checks == "full" and verdict.checks != "full")
+    # The run measured its noise again: by the new calibration the work may be correct.
+    judged_by = verdict.evidence.get("calibrated_at")
+    return (
+        verdict.code in EXCUSABLE
+        and judged_by is not None
+        and judged_by != _CALIBRATED_AT.value(tx.db, version=submission.policy_version)
+    )
 
 
 def _check_code(lease_id: str, verdict: Verdict) -> None:
@@ -332,12 +350,13 @@ def _apply(
     found = accounts.add_evidence(
         tx, coordinator, node, verdict, version=submission.policy_version, earlier=earlier
     )
-    if reason := found.excused or found.convicted or found.doubtful:
-        convicted = ACCUMULATED if found.convicted is not None else UNCERTAIN
+    if found is not None:
+        # A conviction is about all submissions together; an excuse is about this one, so its reason stays.
+        given = f" [{verdict.code}: {verdict.detail}]" if found.code == RECALIBRATING else ""
         verdict = Verdict(
             lease_id=lease.lease_id,
-            code=RECALIBRATING if found.excused is not None else convicted,
-            detail=reason,
+            code=found.code,
+            detail=found.detail + given,
             evidence=verdict.evidence | {GIVEN_CODE: verdict.code},
             checks=verdict.checks,
         )
