@@ -30,6 +30,7 @@ from shoal.net.rate_limit import (
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
+from shoal.swarm.coordinator.leases.uploads import UPLOAD_PATH
 from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.writer import Writer
 from shoal.tasks.task_errors import TaskError, print_trace
@@ -67,7 +68,7 @@ PROXIED_SHARE = 8
 """Factor on the limit of enrolments for nodes whose network a reverse proxy hides: they all share one limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SignedRoute:
     """A route for signed requests. `act` gets the transaction, the coordinator, the path parameter and the record, if any."""
 
@@ -79,11 +80,14 @@ class SignedRoute:
     """The record in the request's body; None if the request has no body."""
     gives: type[Record] | None = None
     """The record in the answer; None if the answer is bytes."""
-    parse_path: Callable[[str], Any] = str
-    """Parses the part of the path that varies."""
     max_body: int = SMALL_BODY
     before: Before | None = None
     """Called only if uploads go to an object store."""
+
+    @property
+    def parameter(self) -> str:
+        """Returns the name of the part of the path that varies; "" if no part does."""
+        return self.path.partition(_OPEN)[2].partition(_CLOSE)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +145,17 @@ class Router:
         self,
         coordinator: Coordinator,
         routes: Iterable[SignedRoute],
+        parsers: Mapping[str, Callable[[str], Any]],
         writer: Writer,
         *,
-        upload_path: str,
         receive_upload: UploadReceiver,
         public: Starlette,
         authorities: frozenset[str] | None,
     ) -> None:
+        """`parsers` parse the part of a path that varies, by its name there."""
         self._coordinator, self._writer, self.public = coordinator, writer, public
-        self._upload_path, self._receive_upload = upload_path, receive_upload
-        self._authorities = authorities
+        self._parsers = parsers
+        self._receive_upload, self._authorities = receive_upload, authorities
         self._routes = RouteTable(routes)
         self._has_object_store = not isinstance(coordinator.store, LocalStore)
         rate = coordinator.config.requests_per_s
@@ -175,15 +180,14 @@ class Router:
                 await self.public(scope, receive, send)
                 return
         except Rejected as error:
-            now_s = self._coordinator.clock()
-            answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+            answer = problem(self._coordinator, error)
         except Exception as error:
             full = disk_full.report(self._coordinator, error)
             if full is None:
                 await failure(self._coordinator, scope, error)(scope, receive, send)
                 raise  # the server logs the traceback
-            now_s = self._coordinator.clock()
-            answer = problem("request.no_space", full, now_s=now_s, retry_after_s=disk_full.RETRY_S)
+            refusal = Rejected("request.no_space", full, retry_after_s=disk_full.RETRY_S)
+            answer = problem(self._coordinator, refusal)
         if isinstance(answer, bytes):
             await send_json(send, answer)
         else:
@@ -295,7 +299,7 @@ class Router:
         with admitted(coordinator, group, signer, route.callers, network=network) as tx:
             arguments: list[Any] = [tx, coordinator]
             if value is not None:
-                arguments.append(route.parse_path(value))
+                arguments.append(self._parsers[route.parameter](value))
             if route.takes is not None:
                 arguments.append(route.takes.parse(body or b"{}"))
             answer = route.act(*arguments)
@@ -303,9 +307,9 @@ class Router:
 
     def _upload_token(self, scope: Scope) -> str | None:
         """Returns the token of an upload's path; None if the request is not an upload."""
-        if scope["method"] != "PUT" or not scope["path"].startswith(self._upload_path):
+        if scope["method"] != "PUT" or not scope["path"].startswith(UPLOAD_PATH):
             return None
-        token: str = scope["path"].removeprefix(self._upload_path)
+        token: str = scope["path"].removeprefix(UPLOAD_PATH)
         return token if _TOKEN.fullmatch(token) else None
 
 
@@ -319,7 +323,7 @@ def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Respons
         coordinator.log.error(
             f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
         )
-    return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
+    return problem(coordinator, Rejected("request.failed", "an error on our side; it is logged"))
 
 
 def network_of(scope: Scope) -> str:
@@ -384,16 +388,16 @@ def to_json(answer: Record | Sequence[Record]) -> bytes:
     return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()
 
 
-def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None = None) -> Response:
-    meaning = CODES[code]
+def problem(coordinator: Coordinator, refusal: Rejected) -> Response:
+    meaning, wait_s = CODES[refusal.code], refusal.retry_after_s
     body = ProblemDetails(
-        code=code,
-        detail=detail,
+        code=refusal.code,
+        detail=refusal.detail,
         fix=meaning.remedy,
-        retry_after_s=retry_after_s,
-        server_time_s=now_s,
+        retry_after_s=wait_s,
+        server_time_s=coordinator.clock(),
     )
-    headers = {} if retry_after_s is None else {"Retry-After": retry_after_header(retry_after_s)}
+    headers = {} if wait_s is None else {"Retry-After": retry_after_header(wait_s)}
     return Response(
         body.model_dump_json(),
         status_code=meaning.status,

@@ -242,7 +242,7 @@ def _planning_inputs(
         newest_version=newest,
         last_version=spec.last_version,
         finished=state.finished_version == spec.last_version,
-        relays=relays.usable(relays.reports(tx.db), tx.now_s, config.heartbeat_s, newest),
+        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s, newest),
         standing=standing_of(node),
         proven=is_proven(node),
         rows_per_s=node.rows_per_s,

@@ -30,7 +30,7 @@ from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
-PATH = "/v1/objects/"
+UPLOAD_PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
 MOST_DECLARED = 20
 """How often a node may declare other bytes during `lease_s`, if they go to an object store."""
@@ -95,7 +95,7 @@ def _check_redeclared(tx: Transaction, coordinator: Coordinator, lease_id: str, 
 
 def _place(coordinator: Coordinator, wanted: ExpectedUpload) -> Upload:
     url = coordinator.store.upload_url(wanted)
-    return Upload(path="" if url else PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
+    return Upload(path="" if url else UPLOAD_PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
 
 
 def find_expected(db: Connection, token: str, now_s: float) -> ExpectedUpload:

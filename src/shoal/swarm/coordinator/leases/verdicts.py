@@ -156,7 +156,8 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     until_s = tx.now_s + coordinator.config.claim_s
     move(tx, row, LeaseEvent.CLAIM)
     tx.update(SUBMISSIONS, row.lease_id, claimed_by=validator, claimed_at_s=tx.now_s, claimed_until_s=until_s)
-    return _to_claim(tx, coordinator, row, until_s=until_s)
+    found = _make_claim(row, checks=row.checks, until_s=until_s)
+    return _with_servers(tx, coordinator, found, calibrations=count_calibrations(tx.db))
 
 
 def _is_turn_of_unreliable(db: Connection) -> bool:
@@ -168,11 +169,7 @@ def _is_turn_of_unreliable(db: Connection) -> bool:
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
     """Returns a submission for an audit: every check is asked for, and nothing changes."""
-    claim = stored_claim(tx.db, lease_id)
-    serves = _serving(tx, coordinator, claim.policy_version)
-    return claim.model_copy(
-        update={"deadline_s": tx.now_s, "relays": serves, "origin": relays.origin_url(tx.db)}
-    )
+    return _with_servers(tx, coordinator, stored_claim(tx.db, lease_id), deadline_s=tx.now_s)
 
 
 def stored_claim(db: Connection, lease_id: str) -> Claim:
@@ -187,22 +184,12 @@ def stored_claim(db: Connection, lease_id: str) -> Claim:
     return _make_claim(row, checks="full", until_s=row.received_at_s)
 
 
-def _serving(tx: Transaction, coordinator: Coordinator, version: int) -> tuple[str, ...]:
-    """Returns the relays that serve a version."""
-    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s, version)
-    return serving(live, range(version, version + 1))[0]
-
-
-def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
-    claim = _make_claim(row, checks=row.checks, until_s=until_s)
-    serves = _serving(tx, coordinator, row.policy_version)
-    return claim.model_copy(
-        update={
-            "relays": serves,
-            "origin": relays.origin_url(tx.db),
-            "calibrations": count_calibrations(tx.db),
-        }
-    )
+def _with_servers(tx: Transaction, coordinator: Coordinator, claim: Claim, **values: Any) -> Claim:
+    """Returns the claim with the relays and the origin that serve its version now, and with these values."""
+    version = claim.policy_version
+    live = relays.usable(tx.db, tx.now_s, coordinator.config.heartbeat_s, version)
+    urls, _ = serving(live, range(version, version + 1))
+    return claim.model_copy(update={"relays": urls, "origin": relays.origin_url(tx.db), **values})
 
 
 def _make_claim(row: Row[Any], *, checks: Checks, until_s: float) -> Claim:

@@ -253,9 +253,7 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
-    live = relays.usable(
-        relays.reports(db), coordinator.clock(), config.heartbeat_s, situation.newest_version
-    )
+    live = relays.usable(db, coordinator.clock(), config.heartbeat_s, situation.newest_version)
     view = RunView(
         run=spec.run,
         task=", ".join(task.title for task in spec.tasks),
@@ -293,7 +291,7 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=node_views(db, _nodes(db), context),
-        relays=relays.views(relays.reports(db), now_s, heartbeat_s, situation.newest_version),
+        relays=relays.views(db, now_s, heartbeat_s, situation.newest_version),
         origin=relays.origin_url(db),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
@@ -397,7 +395,7 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
     """Reads the counts that decide what the run is waiting for."""
     now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
     newest = newest_version(db)
-    known_relays = relays.views(relays.reports(db), now_s, heartbeat_s, newest)
+    known_relays = relays.views(db, now_s, heartbeat_s, newest)
     live_relays = [relay for relay in known_relays if relay.liveness != Liveness.OFFLINE.value]
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
