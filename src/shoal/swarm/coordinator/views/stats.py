@@ -361,10 +361,11 @@ def read_notices(folder: Path) -> list[RunWarning]:
     path = folder / NOTICES_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()[-MAX_WARNINGS:]
-    with contextlib.suppress(Rejected):  # a kill may have cut the last line
-        return [RunWarning.parse(line) for line in lines]
-    return []
+    found = []
+    for line in path.read_bytes().splitlines()[-MAX_WARNINGS:]:
+        with contextlib.suppress(Rejected):  # a kill or a full disk may have cut a line
+            found.append(RunWarning.parse(line))
+    return found
 
 
 def read_names(folder: Path) -> dict[str, str]:
