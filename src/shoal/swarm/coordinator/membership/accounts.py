@@ -119,14 +119,9 @@ def count_end(tx: Transaction, coordinator: Coordinator, lease: Row[Any], node: 
         _store(tx, row, account, row.evidence)
 
 
-def node_account(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:
+def account_of(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:
     """Returns the account of a node as it is now."""
     return _find(tx, coordinator, f"node {node.node}", NODE).account
-
-
-def limit_open(account: LeaseAccount, usual: int) -> int:
-    """Returns how many leases a node may hold; `usual` is the number that its trust allows."""
-    return most_open(account, NODE, usual)
 
 
 def check_next_lease(
