@@ -110,7 +110,7 @@ class CoordinatorConfig(Record):
 
     def terms(self) -> dict[str, int | float | str]:
         """Returns the settings that trust and credit depend on. The ledger contains them, so that anybody can recompute both."""
-        names = (
+        names = {
             "trusted_after",
             "check_rate",
             "max_unchecked_share",
@@ -118,5 +118,5 @@ class CoordinatorConfig(Record):
             "credit_factor",
             "admission",
             "stake_per_lease",
-        )
-        return {name: getattr(self, name) for name in names}
+        }
+        return self.model_dump(include=names)

@@ -208,7 +208,7 @@ class HealthView(Record):
 
 
 def get_health(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
-    return HealthView(run=coordinator.spec.run, ledger_seq=ledger_chain.head_seq(db))
+    return HealthView(run=coordinator.spec.run, ledger_seq=ledger_chain.read_head(db)[0])
 
 
 def get_ready(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:

@@ -13,7 +13,6 @@ from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     IS_RELIABLE,
     change_standing,
-    change_standing_of,
     count_verdict,
     get_node,
     why_rejected,
@@ -27,7 +26,7 @@ from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
 from shoal.swarm.coordinator.store.schema import calibrations, leases, nodes, submissions, uploads, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
+from shoal.wire.codes import ACCEPTED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -136,7 +135,7 @@ _CALIBRATED_AT = Statement(
         calibrations.c.from_version <= given("version")
     )
 )
-_GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
+_GIVEN = Statement(select(verdicts.c.body).where(verdicts.c.lease_id == given("id")))
 
 
 def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
@@ -256,18 +255,13 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         update={"detail": verdict.detail.replace("\0", "\\0")}
     )  # see messages.ShortText
     lease = find_lease(tx.db, lease_id)
-    # Every verdict ends its lease, so an open lease has none.
-    earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
-    # The evidence of other submissions may have changed the code of the validator's first answer.
-    changed = (earlier, verdict.code) in {
-        (ACCUMULATED, ACCEPTED),
-        (ACCUMULATED, UNCERTAIN),
-        (UNCERTAIN, ACCEPTED),
-    } or earlier == RECALIBRATING
-    if earlier is not None and earlier != verdict.code and not changed:
-        raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
-    # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
-    if earlier is not None or lease.state in TERMINAL:
+    if lease.state in TERMINAL:
+        body = _GIVEN.value(tx.db, id=lease_id)
+        if body is not None and (given := _code_given(Verdict.parse(body))) != verdict.code:
+            raise Rejected(
+                "request.conflict", f"lease {lease_id} has the verdict {given}, not {verdict.code}"
+            )
+        # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
         return status(lease)
     submission = SUBMISSIONS.find(tx.db, lease_id)
     if submission is None or submission.claimed_by is None:
@@ -388,15 +382,14 @@ def _apply(
         _punish(tx, coordinator, lease, verdict)
     elif accepted:
         full = verdict.checks == "full"
-        change_standing_of(
-            tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
-        )
+        event = TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST
+        change_standing(tx, coordinator, lease.node, event, "")
         if full and is_draw_open(submission.draw_rate, lease.purpose):
             after = get_node(tx.db, lease.node)
             batches.release_held(tx, coordinator, after, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
-        change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
+        change_standing(tx, coordinator, lease.node, TrustEvent.UNCERTAIN, "")
 
 
 def _earlier_scores(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> list[Sums]:
@@ -404,8 +397,13 @@ def _earlier_scores(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> l
     if lease.unit == lease.lease_id:
         return []
     rows = _UNCERTAIN_BEFORE.rows(tx.db, unit=lease.unit, version=submission.policy_version)
-    earlier = [Verdict.parse(row.body.encode()) for row in rows]
-    return [scores_of(str(one.evidence.get(GIVEN_CODE, one.code)), one.evidence) for one in earlier]
+    earlier = [Verdict.parse(row.body) for row in rows]
+    return [scores_of(_code_given(one), one.evidence) for one in earlier]
+
+
+def _code_given(verdict: Verdict) -> str:
+    """Returns the validator's own code for a submission whose code the evidence of others may have changed."""
+    return str(verdict.evidence.get(GIVEN_CODE, verdict.code))
 
 
 def _weights_share(coordinator: Coordinator, verdict: Verdict) -> float | None:

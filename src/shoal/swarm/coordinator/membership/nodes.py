@@ -157,14 +157,7 @@ def change_standing(
     tx: Transaction, coordinator: Coordinator, key: str, event: TrustEvent, reason: str
 ) -> int | None:
     """Applies an event to a node's standing. Returns the ledger's number of the change of trust, if there is one."""
-    return change_standing_of(tx, coordinator, get_node(tx.db, key), event, reason)
-
-
-def change_standing_of(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], event: TrustEvent, reason: str
-) -> int | None:
-    """Does the same as `change_standing`, for callers that already have the node's current row."""
-    key = node.node
+    node = get_node(tx.db, key)
     before = standing_of(node)
     after = next_standing(before, event, tx.now_s, trusted_after=coordinator.config.trusted_after)
     if after == before:
@@ -199,7 +192,7 @@ def check_in_full(tx: Transaction, key: str) -> None:
 def count_verdict(
     tx: Transaction, node: Row[Any], finding: VerdictKind, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
-    """Adds a verdict and the measured speed to the node's row, which must be current. `change_standing_of` changes the standing."""
+    """Adds a verdict and the measured speed to the node's row, which must be current. `change_standing` changes the standing."""
     tx.update(
         NODES,
         node.node,

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version, spec_now
 from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
-from shoal.swarm.coordinator.membership import accounts
+from shoal.swarm.coordinator.membership import accounts, relays
 from shoal.swarm.coordinator.rules.cumulative_evidence import risen_statistics
 from shoal.swarm.coordinator.store.schema import calibrations, policies
 from shoal.wire.codes import Rejected
@@ -67,14 +67,14 @@ def get_manifest(db: Connection, version: int | None) -> Sealed[Manifest]:
 
 
 def origin(db: Connection) -> Origin:
-    row = db.execute(select(policies.c.origin_url).order_by(policies.c.version.desc()).limit(1)).one_or_none()
-    if row is None:
+    url = relays.origin_url(db)
+    if not url:
         raise Rejected(
             "request.too_early",
             "the trainer has not published version 0, so there is no origin",
             retry_after_s=1.0,
         )
-    return Origin(url=row.origin_url)
+    return Origin(url=url)
 
 
 def _is_new_calibration(db: Connection, later: LaterNoise, version: int) -> bool:

@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.rules.credit import held_since_s
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
 from shoal.swarm.coordinator.rules.node_status import LATE_AFTER, Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import Trust
-from shoal.swarm.coordinator.store.ledger_chain import head_seq
+from shoal.swarm.coordinator.store.ledger_chain import read_head
 from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import groups, leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
@@ -297,7 +297,7 @@ def stats(db: Connection, context: ViewContext) -> Stats:
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
         tokens=count_tokens(db),
-        ledger_seq=head_seq(db),
+        ledger_seq=read_head(db)[0],
         server_time_s=now_s,
         warnings=read_warnings(db, context.folder),
     )
