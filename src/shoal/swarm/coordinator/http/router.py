@@ -53,9 +53,9 @@ _TOKEN = re.compile(r"[0-9a-f]{64}")
 
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
 """Receives the body of an upload: token, declared length, and where the body comes from."""
-Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
-"""Does slow work before the transaction of a request, given the key and the path parameter. Returns a function that writes its result in
-a separate transaction, or None."""
+Before = Callable[[Coordinator, str, Any], Callable[[WriteGroup], None] | None]
+"""Does slow work before the transaction of a request, given the key and the parsed path parameter. Returns a function that writes its
+result in a separate transaction, or None."""
 
 
 STORE_QUESTIONS = 10.0
@@ -145,7 +145,7 @@ class Router:
         self,
         coordinator: Coordinator,
         routes: Iterable[SignedRoute],
-        parsers: Mapping[str, Callable[[str], Any]],
+        parsers: Mapping[str, Callable[[str], str | int]],
         writer: Writer,
         *,
         receive_upload: UploadReceiver,
@@ -204,14 +204,15 @@ class Router:
         body = await _read_body(receive, route.max_body)
         # In the event loop, not in the writer thread: signatures are checked while other requests are executed.
         signer = self._verify(scope, headers, body)
+        part = None if value is None else self._parsers[route.parameter](value)
         if route.before is not None and self._has_object_store:
-            self._check_store_rate(f"{signer.key} {value}")
-            note = await run_in_threadpool(route.before, self._coordinator, signer.key, value or "")
+            self._check_store_rate(f"{signer.key} {part}")
+            note = await run_in_threadpool(route.before, self._coordinator, signer.key, part)
             if note is not None:
                 await self._writer.run(note)
         network = network_of(scope)
         self._check_ledger_rate(route.path, signer, network, is_proxied=not network or BEHIND_PROXY in scope)
-        return await self._writer.run(partial(self._execute, route, value, body, signer, network))
+        return await self._writer.run(partial(self._execute, route, part, body, signer, network))
 
     def _check_store_rate(self, what: str) -> None:
         """Raises Rejected if the object store is asked for the same upload again and again: all requests to it share a few threads."""
@@ -288,7 +289,7 @@ class Router:
     def _execute(
         self,
         route: SignedRoute,
-        value: str | None,
+        part: str | int | None,
         body: bytes,
         signer: Signer,
         network: str,
@@ -298,8 +299,8 @@ class Router:
         coordinator = self._coordinator
         with admitted(coordinator, group, signer, route.callers, network=network) as tx:
             arguments: list[Any] = [tx, coordinator]
-            if value is not None:
-                arguments.append(self._parsers[route.parameter](value))
+            if part is not None:
+                arguments.append(part)
             if route.takes is not None:
                 arguments.append(route.takes.parse(body or b"{}"))
             answer = route.act(*arguments)

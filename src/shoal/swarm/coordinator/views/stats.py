@@ -488,5 +488,7 @@ def _latest_report(db: Connection) -> StepReport | None:
 
 def _nodes(db: Connection) -> list[Row[Any]]:
     """Returns nodes in the order of enrolment; with more than NODES_SHOWN, those that were seen last."""
-    rows = db.execute(select(node_table).order_by(node_table.c.last_seen_s.desc()).limit(NODES_SHOWN)).all()
+    # NULL first, as PostgreSQL sorts: keys that only enrol, which are free, would hide all workers.
+    last_seen = node_table.c.last_seen_s.desc().nulls_last()
+    rows = db.execute(select(node_table).order_by(last_seen).limit(NODES_SHOWN)).all()
     return sorted(rows, key=lambda row: (row.enrolled_at_s, row.node))
