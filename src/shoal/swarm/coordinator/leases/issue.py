@@ -22,7 +22,6 @@ from shoal.swarm.coordinator.rules.difficulty import choose_attempts, problem_nu
 from shoal.swarm.coordinator.rules.lease_account import NODE, LeaseAccount, most_open
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import (
-    EvalChunk,
     NoWork,
     PlanningInputs,
     PlanningTerms,
@@ -235,7 +234,7 @@ def _planning_inputs(
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
-    record = _record(node)
+    proven, record = is_proven(node), _record(node)
     coming, hoped = groups_in_flight(tx.db, oldest, tx.now_s, record)
     return PlanningInputs(
         newest_version=newest,
@@ -243,9 +242,11 @@ def _planning_inputs(
         finished=state.finished_version == spec.last_version,
         relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s, newest),
         standing=standing_of(node),
-        proven=is_proven(node),
+        proven=proven,
         rows_per_s=node.rows_per_s,
-        chunk=None if newest is None else _next_chunk(tx, coordinator, node, newest),
+        chunk=None
+        if newest is None
+        else evaluations.next_chunk(tx, coordinator, node, newest=newest, proven=proven, record=record),
         ready_groups=batches.count_ready(tx.db, oldest, config.max_unchecked_share),
         proven_groups=coming,
         newcomer_groups=hoped,
@@ -259,20 +260,6 @@ def _planning_inputs(
 def _record(node: Row[Any]) -> int:
     """Returns the accepted submissions that other nodes must have for this node to wait for their work."""
     return min(RECORD, int(RECORD_SHARE * node.accepted))
-
-
-def _next_chunk(tx: Transaction, coordinator: Coordinator, node: Row[Any], newest: int) -> EvalChunk | None:
-    asker = evaluations.EvalAsker(
-        node=node.node,
-        proven=is_proven(node),
-        record=_record(node),
-        now_s=tx.now_s,
-        lease_s=coordinator.config.lease_s,
-    )
-    spec = coordinator.spec
-    return evaluations.next_chunk(
-        tx.db, asker, newest=newest, keep_versions=spec.keep_versions, last_version=spec.last_version
-    )
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
