@@ -6,7 +6,8 @@ the draw required but that was not made, credit for another node, or a convictio
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,20 +204,7 @@ class ReplayedLedger:
             if before.end != "void":
                 raise Contradiction(f"lease {body['lease_id']} repeats work that is {before.end or 'open'}")
         self.units[unit] = body["lease_id"]
-        lease = self.leases[body["lease_id"]] = ReplayedLease(
-            body["node"],
-            body["epoch"],
-            unit,
-            purpose=body.get("purpose", "train"),
-            task=body.get("task", ""),
-            attempts=tuple(body.get("attempts", ())),
-            problems=tuple(body.get("problems", ())),
-            num_problems=body.get("num_problems", 0),
-            num_prompts=body.get("num_prompts", 0),
-            samples=body.get("samples_per_prompt", 0),
-            versions=tuple(body.get("versions", ())),
-            chunk=body.get("chunk", 0),
-        )
+        lease = self.leases[body["lease_id"]] = ReplayedLease.issued(body)
         if lease.task:
             known = self.weights if lease.purpose == "train" else self.evaluated
             if lease.task not in known:
@@ -476,18 +464,26 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
 def replay(events: Iterable[LedgerEvent]) -> ReplayedLedger:
     """Returns the state after a whole ledger. Raises CorruptData at the first event that contradicts the ones before it."""
     replayed = ReplayedLedger()
-    try:
-        for event in events:
-            try:
-                replayed.add(event)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                raise CorruptData(
-                    f"ledger event {event.seq} ({event.type}) lacks a field or has one of the wrong type"
-                ) from None
-        replayed.close()
-    except Contradiction as error:
-        raise CorruptData(f"ledger event {replayed.seq}: {error}") from None
+    for event in events:
+        with _as_corrupt(event):
+            replayed.add(event)
+    if replayed.seq:
+        with _as_corrupt(event):
+            replayed.close()
     return replayed
+
+
+@contextmanager
+def _as_corrupt(event: LedgerEvent) -> Iterator[None]:
+    """Raises CorruptData with the number of an event for what the block raises because of the ledger."""
+    try:
+        yield
+    except Contradiction as error:
+        raise CorruptData(f"ledger event {event.seq}: {error}") from None
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError):
+        raise CorruptData(
+            f"ledger event {event.seq} ({event.type}), or one before it, lacks a field or has one of the wrong type"
+        ) from None
 
 
 def seed_of(replayed: ReplayedLedger, lease_id: str) -> str | None:

@@ -76,6 +76,24 @@ class ReplayedLease:
     """0 in ledgers that do not have it."""
     samples: int = 0
 
+    @classmethod
+    def issued(cls, body: dict[str, Any]) -> "ReplayedLease":
+        """Returns the lease that an event `lease.issued` is about. Ledgers of release 0.1.0 lack most fields."""
+        return cls(
+            node=body["node"],
+            epoch=body["epoch"],
+            unit=body.get("unit", body["lease_id"]),
+            purpose=body.get("purpose", "train"),
+            task=body.get("task", ""),
+            attempts=tuple(body.get("attempts", ())),
+            problems=tuple(body.get("problems", ())),
+            num_problems=body.get("num_problems", 0),
+            num_prompts=body.get("num_prompts", 0),
+            samples=body.get("samples_per_prompt", 0),
+            versions=tuple(body.get("versions", ())),
+            chunk=body.get("chunk", 0),
+        )
+
 
 FindLease = Callable[[str], ReplayedLease]
 """Returns a lease by its id; raises Contradiction if it was never issued."""
@@ -312,6 +330,8 @@ class ReplayedGroups:
         if not key[1] or not all(lease.samples for lease in leases):
             return  # ledgers of release 0.1.0 have no label or number of samples
         rewards = [reward for lease in leases for reward in lease.rewards]
+        if not rewards:
+            raise Contradiction(f"the evaluation of version {key[0]} by {key[1]!r} has no accepted answers")
         if len(rewards) != body["rollouts"]:
             raise Contradiction(
                 f"the evaluation of version {key[0]} by {key[1]!r} has {body['rollouts']} rollouts, {len(rewards)} were accepted"
