@@ -152,9 +152,9 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
             reward_sum=sum(rewards),
             rollouts=len(rewards),
             prompts=lease.num_prompts,
-            right=_counted(verdict, "right", len(rewards)),
-            passed=_counted(verdict, "passed", lease.num_prompts),
-            majority=_counted(verdict, "majority", lease.num_prompts),
+            right=counted(verdict, "right", len(rewards)),
+            passed=counted(verdict, "passed", lease.num_prompts),
+            majority=counted(verdict, "majority", lease.num_prompts),
         )
     )
     own = (evaluations.c.version == version, evaluations.c.task == task)
@@ -175,7 +175,7 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
     return bool(version == coordinator.spec.last_version and _all_complete(tx.db, version))
 
 
-def _counted(verdict: Verdict, name: str, most: int) -> int:
+def counted(verdict: Verdict, name: str, most: int) -> int:
     """Returns a count of the verdict's evidence; 0 if the validator does not count it."""
     count = verdict.evidence.get(name, 0)
     return min(max(count, 0), most) if isinstance(count, int) else 0

@@ -369,7 +369,7 @@ def _apply(
         checks=verdict.checks,
         credit=credit,
         graded=len(verdict.rewards) if accepted else 0,
-        unparseable=_unparseable(verdict) if accepted else 0,
+        unparseable=evaluations.counted(verdict, "unparseable", len(verdict.rewards)) if accepted else 0,
         body=verdict.model_dump_json(exclude={"transcript"}),
         given_at_s=tx.now_s,
     )
@@ -431,12 +431,6 @@ def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float
         previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),
         received_at_s=submission.received_at_s,
     )
-
-
-def _unparseable(verdict: Verdict) -> int:
-    """Returns the count in the verdict's evidence; 0 if the validator does not count them."""
-    count = verdict.evidence.get("unparseable", 0)
-    return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
 
 def _use_accepted(

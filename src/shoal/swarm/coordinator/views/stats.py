@@ -399,7 +399,8 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
     known_relays = relays.views(db, now_s, heartbeat_s, newest)
     live_relays = [relay for relay in known_relays if relay.liveness != Liveness.OFFLINE.value]
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
-    by_state = dict(_open_by_state(db))
+    query = select(leases.c.state, func.count()).where(leases.c.state.in_(OPEN)).group_by(leases.c.state)
+    by_state = {row[0]: row[1] for row in db.execute(query)}
     return Situation(
         newest_version=newest,
         last_version=context.spec.last_version,
@@ -437,11 +438,6 @@ def _count_workers(db: Connection, live_since_s: float) -> tuple[int, int, int]:
     ).where(node_table.c.trust != Trust.BANNED.value)
     row = db.execute(query).one()
     return row[0], row[1], row[2]
-
-
-def _open_by_state(db: Connection) -> list[tuple[str, int]]:
-    query = select(leases.c.state, func.count()).where(leases.c.state.in_(OPEN)).group_by(leases.c.state)
-    return [(row[0], row[1]) for row in db.execute(query)]
 
 
 def ended_by_code(db: Connection) -> dict[str, int]:
