@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -242,12 +243,7 @@ def _takes_gzip(request: Request) -> bool:
 
 def sections_of(snapshot: Snapshot) -> dict[str, str]:
     """Returns each section of a snapshot as JSON."""
-    return {name: _section(snapshot, name) for name in Snapshot.model_fields}
-
-
-def _section(snapshot: Snapshot, name: str) -> str:
-    text = snapshot.model_dump_json(include={name})
-    return text[len(name) + 4 : -1]  # without {"name": and }
+    return {name: to_json(section).decode() for name, section in snapshot}
 
 
 # -- routes -----------------------------------------------------------------------------------------------

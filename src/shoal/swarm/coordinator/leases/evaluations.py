@@ -217,10 +217,8 @@ def views(db: Connection, *which: ColumnElement[bool]) -> tuple[Evaluation, ...]
         .order_by(evaluations.c.version, evaluations.c.task)
     )
     return tuple(
-        Evaluation(
-            version=row.version,
-            task=row.task,
-            samples=row.samples,
+        Evaluation.copied_from(
+            row,
             reward_mean=row.reward_sum / int(row.rollouts),
             rollouts=int(row.rollouts),
             complete=row.completed_at_s is not None,

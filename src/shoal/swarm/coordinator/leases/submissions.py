@@ -97,16 +97,18 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
 
 
 def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Submit) -> Sealed[Receipt]:
-    what = {"sha256": ask.sha256, "num_bytes": ask.num_bytes, "policy_version": ask.policy_version}
+    what: dict[str, Any] = {
+        "sha256": ask.sha256,
+        "num_bytes": ask.num_bytes,
+        "policy_version": ask.policy_version,
+    }
     # Before the receipt: an operator that committed to the secret of the draw after it could choose the draw.
     drawn = _draw_checks(tx, coordinator, lease, ask.sha256)
     seq = tx.record("submission.received", lease_id=lease.lease_id, node=lease.node, **what)
     receipt = Receipt(
         lease_id=lease.lease_id,
         node=lease.node,
-        sha256=ask.sha256,
-        num_bytes=ask.num_bytes,
-        policy_version=ask.policy_version,
+        **what,
         received_at_s=tx.now_s,
         seq=seq,
     )

@@ -192,16 +192,11 @@ def _with_servers(tx: Transaction, coordinator: Coordinator, claim: Claim, **val
 
 
 def _make_claim(row: Row[Any], *, checks: Checks, until_s: float) -> Claim:
-    return Claim(
+    return Claim.copied_from(
+        row,
         lease=Sealed[Lease].parse(row.sealed).body,
         checks=checks,
-        relays=(),
-        policy_version=row.policy_version,
-        sha256=row.sha256,
-        num_bytes=row.num_bytes,
-        received_at_s=row.received_at_s,
         deadline_s=until_s,
-        copy_of=row.copy_of,
         lapses=row.lapsed_claims,
     )
 

@@ -219,7 +219,8 @@ NODES_SHOWN = 500
 def info(db: Connection, coordinator: Coordinator) -> Info:
     """Returns what GET /v1/info answers."""
     config = coordinator.config
-    return Info(
+    return Info.copied_from(
+        config,
         protocol=PROTOCOL,
         software=f"shoal {__version__}",
         run_key=coordinator.run_key.public,
@@ -227,12 +228,7 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         newest_version=newest_version(db),
         finished=is_finished(db, coordinator.spec),
         server_time_s=coordinator.clock(),
-        admission=config.admission,
         work_bits=config.work_bits if config.admission == "work" else 0,
-        credit_factor=config.credit_factor,
-        hold_s=config.hold_s,
-        min_software=config.min_software,
-        entry_points=config.entry_points,
         noise_doubt=noise_doubt(db, coordinator.clock()),
     )
 
@@ -254,16 +250,13 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
     live = relays.usable(db, coordinator.clock(), config.heartbeat_s, situation.newest_version)
-    view = RunView(
+    view = RunView.copied_from(
+        situation,
         run=spec.run,
         task=", ".join(task.title for task in spec.tasks),
         compute_dtype=spec.compute_dtype,
-        newest_version=situation.newest_version,
-        last_version=spec.last_version,
-        finished=situation.finished,
         weights_bytes=0 if newest is None else Sealed[Manifest].parse(newest).body.num_bytes,
         admission=config.admission,
-        live_workers=situation.live_workers,
         needs=spec.needs,
         entry_points=config.entry_points,
         relays=tuple(relay.url for relay in live),
