@@ -558,6 +558,20 @@ def test_drift_below_the_margin_asks_for_a_calibration_before_work_is_void() -> 
     assert not watch.asks(2000.0), "new nodes do not move the mean"
 
 
+def test_a_calibration_of_an_earlier_version_says_nothing_of_the_doubt() -> None:
+    """Measuring takes as long as some versions do, so a calibration may come that had begun before the noise rose."""
+    watch = NoiseWatch()
+    assert watch.add(UNCERTAIN, seen(1.3), 5, 1000.0, "node a")
+    watch.calibrated(4, 1010.0, risen=False)
+    assert watch.asks(1011.0) and (watch.doubts, watch.version) == (1, 5)
+    assert watch.add(UNCERTAIN, seen(1.3), 9, 1011.0, "node a")
+    watch.calibrated(5, 1020.0, risen=False)
+    assert not watch.asks(1021.0) and watch.doubts == 0
+    assert not watch.add(UNCERTAIN, seen(1.3), 9, 1021.0, "node a"), (
+        "the version of its first doubt was measured"
+    )
+
+
 def test_accepted_work_that_is_always_noisy_asks_for_few_calibrations() -> None:
     """A node stays just within the margin, submits every second for a day, and each calibration comes at once and shows no rise."""
     watch, asked_s = NoiseWatch(), list[float]()

@@ -302,8 +302,8 @@ class NoiseWatch:
     waits: dict[str, float] = field(default_factory=dict)
     """Time after the newest calibration before one more may be asked for, by who asked in vain: a node or owner, NEW_NODES, or
     ACCEPTED_WORK. It halves with each calibration that somebody else asked for."""
-    doubted: dict[str, float] = field(default_factory=dict)
-    """Time of the first doubtful work since the newest calibration, by whose it was."""
+    doubted: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Time and version of the first doubtful work of which no calibration was measured since, by whose it was."""
     doubts: int = 0
     version: int = -1
     """The newest version whose work was doubtful."""
@@ -330,22 +330,29 @@ class NoiseWatch:
             return False
         if evidence.get(REPLAY) == "differs" or self._must_wait(who, now_s):
             return False
-        if now_s > self.doubted.setdefault(who, now_s) + PATIENCE_S:
+        first_s, _ = self.doubted.setdefault(who, (now_s, version))
+        if now_s > first_s + PATIENCE_S:
             return False
         self.doubts += 1
         self.version, self.ratio = max(self.version, version), max(self.ratio, ratio)
         return True
 
     def calibrated(self, measured: int, now_s: float, *, risen: bool) -> None:
-        """Forgets what was noted before a new calibration, which shows that the noise has risen or that it has not."""
-        waits = {}
+        """Forgets what was noted before a new calibration, which shows that the noise has risen or that it has not.
+
+        Without a rise, doubts about later versions than the measured one remain: measuring takes as long as some versions do.
+        """
+        waits: dict[str, float] = {}
+        remaining: dict[str, tuple[float, int]] = {}
         if not risen:
             waits = {who: wait_s / 2 for who, wait_s in self.waits.items() if wait_s > LEAST_WAIT_S}
-            in_vain = [*self.doubted, ACCEPTED_WORK] if self._has_drifted() else [*self.doubted]
-            for who in in_vain:
+            remaining = {who: first for who, first in self.doubted.items() if first[1] > measured}
+            in_vain = [who for who in self.doubted if who not in remaining]
+            for who in [*in_vain, ACCEPTED_WORK] if self._has_drifted() else in_vain:
                 waits[who] = min(max(2 * self.waits.get(who, 0.0), LEAST_WAIT_S), MOST_WAIT_S)
-        self.measured, self.calibrated_s, self.waits = measured, now_s, waits
-        self.doubted, self.doubts, self.version, self.ratio = {}, 0, -1, 0.0
+        self.measured, self.calibrated_s, self.waits, self.doubted = measured, now_s, waits, remaining
+        if not remaining:
+            self.doubts, self.version, self.ratio = 0, -1, 0.0
         self.accepted, self.mean = 0, 1.0
 
     def asks(self, now_s: float) -> bool:
