@@ -494,6 +494,29 @@ def test_a_check_by_a_calibration_that_was_replaced_meanwhile_is_repeated(
     swarm.close()
 
 
+def test_a_version_is_calibrated_again_if_its_calibration_was_measured_with_an_earlier_one(
+    calibrated: SmallSwarm,
+) -> None:
+    """The run waits for rollouts of this version, which are all void or refused, so no later version would bring a calibration."""
+    swarm = calibrated
+    honest = swarm.node()
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    swarm.announce(1)
+    recalibrate(swarm, 1, noisier(1.1), measured=0)
+    recalibrate(swarm, 1, noisier(1.1), measured=0)  # a repeated request changes nothing
+    assert deliver(swarm, honest, seen(1.6), "reject.wrong_computation") == RECALIBRATING
+    recalibrate(swarm, 1, noisier(1.6), measured=1)
+    assert swarm.info().spec.noise_of(1) == noisier(1.6)
+    assert [event.body["measured"] for event in swarm.events("run.calibrated")] == [0, 1]
+    honest.deliver()
+    assert swarm.claim().calibrations == 2
+    swarm.announce(2)
+    recalibrate(swarm, 1, noisier(2.0), measured=1)
+    assert swarm.info().spec.noise_of(2) == noisier(1.6), "only the newest version is calibrated again"
+    replay(swarm.ledger())
+    swarm.close()
+
+
 def test_strangers_who_ask_in_vain_do_not_delay_the_excuses_of_proven_nodes(calibrated: SmallSwarm) -> None:
     """Keys are free: strangers could otherwise keep the run from measuring again when the noise rises, and it would stand still."""
     swarm = calibrated

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version, spec_now
 from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
@@ -36,7 +36,7 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
                 .where(policies.c.version == manifest.version)
                 .values(origin_url=told.origin_url)
             )
-        if told.noise is not None and _is_new_calibration(tx.db, told.noise, manifest.version):
+        if told.noise is not None and _is_new_calibration(tx, coordinator, told.noise, manifest.version):
             _calibrate(tx, coordinator, told.noise, manifest.version)
         if told.rederived is not None and told.rederived.differing_words:
             tx.record("policy.rederived", version=manifest.version, **told.rederived.model_dump())
@@ -77,10 +77,14 @@ def origin(db: Connection) -> Origin:
     return Origin(url=url)
 
 
-def _is_new_calibration(db: Connection, later: LaterNoise, version: int) -> bool:
-    """Returns whether a calibration for a version that is published already must be recorded: work of it may stand in doubt."""
-    known = db.execute(select(func.max(calibrations.c.from_version))).scalar_one()
-    return version == newest_version(db) and (known is None or known < later.from_version)
+def _is_new_calibration(tx: Transaction, coordinator: Coordinator, later: LaterNoise, version: int) -> bool:
+    """Returns whether a calibration for a version that is published already must be recorded: work of it may stand in doubt, also
+    after a calibration that was measured with an earlier version."""
+    known = [
+        (one.from_version, one.measured_version) for one in spec_now(tx.db, coordinator.spec).later_noise
+    ]
+    told = (later.from_version, later.measured_version)
+    return version == newest_version(tx.db) and told > max(known, default=(-1, -1))
 
 
 def _calibrate(tx: Transaction, coordinator: Coordinator, later: LaterNoise, version: int) -> None:
