@@ -9,6 +9,7 @@ import threading
 from dataclasses import asdict
 
 from sqlalchemy import Connection, case, select
+from sqlalchemy.exc import DBAPIError
 
 from shoal.net.object_store import LocalStore
 from shoal.net.s3_store import S3Store, StoreDown
@@ -178,12 +179,12 @@ def sweep(coordinator: Coordinator, store: S3Store) -> int:
 
 
 def keep_sweeping(coordinator: Coordinator, store: S3Store, stop: threading.Event) -> None:
-    """Sweeps once an hour until `stop`. A store that does not answer is swept an hour later: leftovers only cost space."""
+    """Sweeps once an hour until `stop`. If store or database do not answer, it is an hour later: leftovers only cost space."""
     while True:
         try:
             if removed := sweep(coordinator, store):
                 coordinator.log.info("swept the object store", removed=removed)
-        except StoreDown as error:
+        except (StoreDown, DBAPIError, coordinator.database.driver_error) as error:
             coordinator.log.warning("objects that were never submitted could not be deleted", reason=error)
         if stop.wait(SWEEP_S):
             return

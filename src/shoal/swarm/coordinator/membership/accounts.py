@@ -82,12 +82,7 @@ def _find(tx: Transaction, coordinator: Coordinator, name: str, terms: AccountTe
 
 
 def _store(tx: Transaction, row: AccountRow, account: LeaseAccount, evidence: str) -> None:
-    values = {
-        "lost": account.lost,
-        "delivered": account.delivered,
-        "at_s": account.at_s,
-        "evidence": evidence,
-    }
+    values = {**asdict(account), "evidence": evidence}
     if row.exists:
         tx.update(ACCOUNTS, row.name, **values)
     else:
