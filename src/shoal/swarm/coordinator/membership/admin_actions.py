@@ -43,12 +43,14 @@ def _on_node(event: TrustEvent) -> Action:
     return act
 
 
-def _set_paused(action: str, paused: int) -> Action:
-    def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-        tx.write(update(run).values(paused=paused))
-        return tx.record(f"admin.{action}", reason=order.reason)
+def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
+    tx.write(update(run).values(paused=1))
+    return tx.record("admin.pause", reason=order.reason)
 
-    return act
+
+def _resume(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
+    tx.write(update(run).values(paused=0))
+    return tx.record("admin.resume", reason=order.reason)
 
 
 def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
@@ -97,8 +99,8 @@ _ACTIONS: dict[str, Action] = {
     "quarantine": _on_node(TrustEvent.QUARANTINE),
     "ban": _on_node(TrustEvent.BAN),
     "restore": _on_node(TrustEvent.RESTORE),
-    "pause": _set_paused("pause", 1),
-    "resume": _set_paused("resume", 0),
+    "pause": _pause,
+    "resume": _resume,
     "void": _void_lease,
     "invite": _invite,
     "allow": _allow,
