@@ -182,12 +182,17 @@ def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float, name
 def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -> tuple[NodeView, ...]:
     """Returns the views of nodes, given as rows of the table."""
     now_s, config = context.clock(), context.config
-    # One query for all nodes; then one for each quarantined or banned node, whose hold period is suspended.
+    # One query for all of them; then one for each quarantined or banned node, whose hold period is suspended.
     held: dict[str, int] = {
         row[0]: int(row[1])
         for row in db.execute(
             select(verdicts.c.node, func.sum(verdicts.c.credit))
-            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
+            .where(
+                # Anybody may ask for one node, which must not cost a sum over all verdicts of a day.
+                verdicts.c.node.in_([row.node for row in rows]),
+                verdicts.c.given_at_s > now_s - config.hold_s,
+                verdicts.c.revoked_for.is_(None),
+            )
             .group_by(verdicts.c.node)
         )
     }
