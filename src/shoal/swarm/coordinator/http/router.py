@@ -51,6 +51,8 @@ _OPEN, _CLOSE = "{", "}"
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 """The name of an upload. Others are not looked up: PostgreSQL fails on a NUL character."""
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
 """Receives the body of an upload: token, declared length, and where the body comes from."""
 Before = Callable[[Coordinator, str, Any], Callable[[WriteGroup], None] | None]
@@ -414,9 +416,17 @@ async def send_json(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
+def query_number(request: Request, name: str, default: int) -> int:
+    """Returns a number of the query; raises Rejected if it is none of at most 15 digits."""
+    text = request.query_params.get(name, str(default))
+    if not _NUMBER.fullmatch(text):
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
+    return int(text)
+
+
 def check_length(declared: str, max_bytes: int) -> None:
     """Raises Rejected if the declared length of a body is no number or too large. Runs before a byte is read."""
-    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
+    if not _NUMBER.fullmatch(declared):
         raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
     if int(declared) > max_bytes:
         raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")

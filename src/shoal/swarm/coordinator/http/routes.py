@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from shoal.net.object_store import LocalStore, check_digest
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, run_state
 from shoal.swarm.coordinator.http.auth import Caller
-from shoal.swarm.coordinator.http.router import LARGE_BODY, PublicRoute, SignedRoute
+from shoal.swarm.coordinator.http.router import LARGE_BODY, PublicRoute, SignedRoute, query_number
 from shoal.swarm.coordinator.leases import (
     batches,
     issue,
@@ -70,7 +70,6 @@ from shoal.wire.record import Record, Sealed
 from shoal.wire.ticket import Ticket
 
 _VERSION = re.compile(r"[0-9]{1,9}")
-_NUMBER = re.compile(r"[0-9]{1,15}")
 _DECIMAL = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,9})?")
 MAX_QUERY_TEXT = 200
 WITHHELD = (
@@ -238,16 +237,9 @@ def get_policy(db: Connection, coordinator: Coordinator, request: Request) -> Se
 
 
 def get_ledger(db: Connection, coordinator: Coordinator, request: Request) -> list[Record]:
-    from_seq = _number(request, "from_seq", 1)
-    limit = _number(request, "limit", ledger_chain.PAGE)
+    from_seq = query_number(request, "from_seq", 1)
+    limit = query_number(request, "limit", ledger_chain.PAGE)
     return [*ledger_chain.read_page(db, from_seq, min(limit, ledger_chain.PAGE))]
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not _NUMBER.fullmatch(text):
-        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
-    return int(text)
 
 
 def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> RolloutPage:
@@ -262,7 +254,7 @@ def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> 
             version=_number_or_none(request, "version"),
             reward=_reward(request),
             before=_number_or_none(request, "before"),
-            limit=max(1, _number(request, "limit", 8)),
+            limit=max(1, query_number(request, "limit", 8)),
             **texts,
         ),
     )
@@ -276,7 +268,7 @@ def _text(request: Request, name: str) -> str:
 
 
 def _number_or_none(request: Request, name: str) -> int | None:
-    return _number(request, name, 0) if request.query_params.get(name) else None
+    return query_number(request, name, 0) if request.query_params.get(name) else None
 
 
 def _reward(request: Request) -> float | None:
