@@ -6,6 +6,7 @@ import pytest
 from small_stats import stats
 
 from shoal.cli.run.notices import LogFollower, NoticeFiles
+from shoal.swarm.coordinator.config import NOTICES_FILE
 from shoal.swarm.coordinator.views.stats import read_names, read_notices
 from shoal.trainer.optim import learner
 
@@ -78,3 +79,14 @@ def test_notices_and_names_reach_the_page(tmp_path: Path) -> None:
     (notice,) = read_notices(tmp_path)
     assert (notice.source, notice.text) == ("shoal run", "worker-1 ended; restarted")
     assert read_names(tmp_path) == {"ab": "worker-1"}
+
+
+def test_a_line_that_a_full_disk_cut_hides_no_other_notice(tmp_path: Path) -> None:
+    files = NoticeFiles(tmp_path)
+    files.add("before\u2028the cut")
+    path = tmp_path / NOTICES_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: whole.index("\u2028".encode()) + 1])
+    files.add("on the line that was cut")
+    files.add("after")
+    assert [one.text for one in read_notices(tmp_path)] == ["before\u2028the cut", "after"]

@@ -100,7 +100,7 @@ class Errand:
         what = {"epoch": epoch, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         ask = AskUpload.model_validate(what)
         upload = self.act(NODE, lambda tx: uploads.ask_upload(tx, coordinator, lease.lease_id, ask))
-        token = upload.path.removeprefix(uploads.PATH)
+        token = upload.path.removeprefix(uploads.UPLOAD_PATH)
         assert isinstance(coordinator.store, LocalStore)
         incoming = coordinator.store.receive(token, ask.sha256, len(data))
         incoming.write(data)

@@ -16,6 +16,7 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     LIFE,
     MOST_WAIT_S,
     NEW_NODE,
+    NEW_NODES,
     PATIENCE_S,
     RATE,
     SCORE_TEST,
@@ -471,6 +472,68 @@ def test_a_calibration_that_shows_no_rise_ends_the_excuses(calibrated: SmallSwar
     swarm.close()
 
 
+@pytest.mark.parametrize("code", [UNCERTAIN, "reject.wrong_computation"])
+def test_a_check_by_a_calibration_that_was_replaced_meanwhile_is_repeated(
+    calibrated: SmallSwarm, code: str
+) -> None:
+    """A validator may have claimed the work before the calibration came. By the new one it is correct."""
+    swarm = calibrated
+    honest = swarm.node()
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    swarm.announce(1)
+    lease = honest.deliver()
+    swarm.claim()
+    recalibrate(swarm, 1, noisier(1.6))
+    found = swarm.verdict(lease, code, evidence=seen(1.6, calibrated_at=-1))
+    assert (found.state, found.code) == ("submitted", None)
+    again = swarm.claim()
+    assert again.lease == lease and again.calibrations == 1
+    assert swarm.verdict(lease, evidence=seen(1.0, calibrated_at=1)).code == ACCEPTED
+    assert deliver(swarm, honest, seen(1.6, calibrated_at=1), code) == code
+    replay(swarm.ledger())
+    swarm.close()
+
+
+def test_a_version_is_calibrated_again_if_its_calibration_was_measured_with_an_earlier_one(
+    calibrated: SmallSwarm,
+) -> None:
+    """The run waits for rollouts of this version, which are all void or refused, so no later version would bring a calibration."""
+    swarm = calibrated
+    honest = swarm.node()
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    swarm.announce(1)
+    recalibrate(swarm, 1, noisier(1.1), measured=0)
+    recalibrate(swarm, 1, noisier(1.1), measured=0)  # a repeated request changes nothing
+    assert deliver(swarm, honest, seen(1.6), "reject.wrong_computation") == RECALIBRATING
+    recalibrate(swarm, 1, noisier(1.6), measured=1)
+    assert swarm.info().spec.noise_of(1) == noisier(1.6)
+    assert [event.body["measured"] for event in swarm.events("run.calibrated")] == [0, 1]
+    honest.deliver()
+    assert swarm.claim().calibrations == 2
+    swarm.announce(2)
+    recalibrate(swarm, 1, noisier(2.0), measured=1)
+    assert swarm.info().spec.noise_of(2) == noisier(1.6), "only the newest version is calibrated again"
+    replay(swarm.ledger())
+    swarm.close()
+
+
+def test_strangers_who_ask_in_vain_do_not_delay_the_excuses_of_proven_nodes(calibrated: SmallSwarm) -> None:
+    """Keys are free: strangers could otherwise keep the run from measuring again when the noise rises, and it would stand still."""
+    swarm = calibrated
+    honest = swarm.node()
+    assert {deliver(swarm, honest, seen(1.0)) for _ in range(NEW_NODE)} == {ACCEPTED}
+    swarm.announce(1)
+    assert deliver(swarm, swarm.node(), seen(1.3), UNCERTAIN) == RECALIBRATING
+    recalibrate(swarm, 1, NOISE)
+    swarm.announce(2)
+    assert deliver(swarm, swarm.node(), seen(1.3), UNCERTAIN) == UNCERTAIN
+    assert swarm.info().noise_doubt is None
+    assert deliver(swarm, honest, seen(1.6), "reject.wrong_computation") == RECALIBRATING
+    assert swarm.info().noise_doubt is not None
+    replay(swarm.ledger())
+    swarm.close()
+
+
 @pytest.mark.parametrize(
     "evidence",
     [
@@ -482,12 +545,13 @@ def test_a_calibration_that_shows_no_rise_ends_the_excuses(calibrated: SmallSwar
 )
 def test_only_noisy_proofs_of_a_measured_pair_excuse_doubtful_work(evidence: dict[str, float]) -> None:
     watch = NoiseWatch()
-    assert not watch.add(UNCERTAIN, evidence, 1, 1000.0, is_new=False)
-    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0, is_new=True)
-    assert not watch.add("reject.wrong_computation", seen(1.3), 1, 1000.0, is_new=True)
-    assert not watch.add("reject.forged_proof", seen(1.3), 1, 1000.0, is_new=False)
-    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0 + PATIENCE_S, is_new=True)
-    assert not watch.add(UNCERTAIN, seen(1.3), 1, 1001.0 + PATIENCE_S, is_new=True)
+    assert not watch.add(UNCERTAIN, evidence, 1, 1000.0, "node a")
+    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0, NEW_NODES)
+    assert not watch.add("reject.wrong_computation", seen(1.3), 1, 1000.0, NEW_NODES)
+    assert not watch.add("reject.forged_proof", seen(1.3), 1, 1000.0, "node a")
+    assert watch.add(UNCERTAIN, seen(1.3), 1, 1000.0 + PATIENCE_S, NEW_NODES)
+    assert not watch.add(UNCERTAIN, seen(1.3), 1, 1001.0 + PATIENCE_S, NEW_NODES)
+    assert watch.add(UNCERTAIN, seen(1.3), 1, 1001.0 + PATIENCE_S, "node a"), "it has not doubted before"
 
 
 def test_doubtful_work_all_the_time_asks_for_few_calibrations() -> None:
@@ -495,7 +559,7 @@ def test_doubtful_work_all_the_time_asks_for_few_calibrations() -> None:
     watch, asked_s, excused = NoiseWatch(), list[float](), 0
     for second in range(86_400):
         now_s, version = 1e9 + second, second // 5
-        excused += watch.add(UNCERTAIN, seen(1.3), version, now_s, is_new=True)
+        excused += watch.add(UNCERTAIN, seen(1.3), version, now_s, NEW_NODES)
         if watch.asks(now_s):
             asked_s.append(now_s)
             watch.calibrated(version, now_s, risen=False)
@@ -507,14 +571,55 @@ def test_doubtful_work_all_the_time_asks_for_few_calibrations() -> None:
 def test_drift_below_the_margin_asks_for_a_calibration_before_work_is_void() -> None:
     watch = NoiseWatch()
     for number in range(100):
-        watch.add(ACCEPTED, seen(1 + number / 500), 1, 1000.0, is_new=False)
+        watch.add(ACCEPTED, seen(1 + number / 500), 1, 1000.0, "node a")
         if watch.asks(1000.0):
             break
     assert 1 + number / 500 < 1.2 and not watch.doubts
     watch.calibrated(1, 1000.0, risen=True)
     for _ in range(20):
-        watch.add(ACCEPTED, seen(1.2), 2, 1001.0, is_new=True)
+        watch.add(ACCEPTED, seen(1.2), 2, 1001.0, NEW_NODES)
     assert not watch.asks(2000.0), "new nodes do not move the mean"
+
+
+def test_a_calibration_of_an_earlier_version_says_nothing_of_the_doubt() -> None:
+    """Measuring takes as long as some versions do, so a calibration may come that had begun before the noise rose."""
+    watch = NoiseWatch()
+    assert watch.add(UNCERTAIN, seen(1.3), 5, 1000.0, "node a")
+    watch.calibrated(4, 1010.0, risen=False)
+    assert watch.asks(1011.0) and (watch.doubts, watch.version) == (1, 5)
+    assert watch.add(UNCERTAIN, seen(1.3), 9, 1011.0, "node a")
+    watch.calibrated(5, 1020.0, risen=False)
+    assert not watch.asks(1021.0) and watch.doubts == 0
+    assert not watch.add(UNCERTAIN, seen(1.3), 9, 1021.0, "node a"), (
+        "the version of its first doubt was measured"
+    )
+
+
+def test_accepted_work_that_is_always_noisy_asks_for_few_calibrations() -> None:
+    """A node stays just within the margin, submits every second for a day, and each calibration comes at once and shows no rise."""
+    watch, asked_s = NoiseWatch(), list[float]()
+    for second in range(86_400):
+        now_s, version = 1e9 + second, second // 5
+        watch.add(ACCEPTED, seen(1.2), version, now_s, "node a")
+        if watch.asks(now_s):
+            asked_s.append(now_s)
+            watch.calibrated(version, now_s, risen=False)
+    assert len(asked_s) < 35
+    assert watch.add(UNCERTAIN, seen(1.3), version + 1, 1e9 + 86_400, "node b"), (
+        "another node may still doubt"
+    )
+
+
+def test_the_wait_of_a_node_that_asked_in_vain_grows_and_then_shrinks() -> None:
+    watch, now_s, waits = NoiseWatch(), 1000.0, []
+    for version in range(1, 12):
+        if version < 4:
+            assert watch.add(UNCERTAIN, seen(1.3), version, now_s, "node a")
+        watch.calibrated(version, now_s, risen=False)
+        waits.append(watch.waits.get("node a", 0.0))
+        now_s += 4000.0
+    assert waits == [60, 120, 240, 120, 60, 0, 0, 0, 0, 0, 0]
+    assert watch.waits == {}
 
 
 def test_a_rise_is_half_of_the_margin_of_sums() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import small_swarm
-from small_swarm import CONFIG, Node, SmallSwarm, at_once
+from small_swarm import CONFIG, Node, SmallSwarm, at_once, refusal
 from sqlalchemy import inspect, select, text
 from test_random_life import test_invariants_of_a_random_run as random_life
 
@@ -20,9 +20,13 @@ from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.store.database import Database, WriteGroup, database_url
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, nonces, run
 from shoal.swarm.coordinator.store.writer import Writer
+from shoal.swarm.coordinator.views import stats
 from shoal.wire.keys import Key
+from shoal.wire.lease import Receipt
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Info, RunList
+from shoal.wire.messages import Enrol, Enrolled, Info, RunList, Submit
+from shoal.wire.record import Sealed
+from shoal.wire.run_spec import PROTOCOL
 
 
 class Planned(Exception):
@@ -213,6 +217,31 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
         node.client.close()
     left.close()
     right.close()
+
+
+def test_keys_that_only_enrol_hide_no_worker(
+    tmp_path: Path, postgres: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page shows the nodes that were seen last. PostgreSQL sorts those that never were before all others, unless told not to."""
+    monkeypatch.setattr(stats, "NODES_SHOWN", 2)
+    for database in ("", postgres.fresh()):
+        swarm = SmallSwarm(tmp_path / str(bool(database)), CONFIG.model_copy(update={"database": database}))
+        worker = swarm.node()
+        for _ in range(3):
+            ask = Enrol(protocol=PROTOCOL, software="test")
+            swarm.stranger().client.call("POST", "/v1/enrol", ask, Enrolled)
+        assert worker.id in {node.node for node in swarm.stats().nodes}
+        swarm.close()
+
+
+def test_a_malformed_lease_id_does_not_reach_the_database(tmp_path: Path, postgres: Any) -> None:
+    """PostgreSQL fails on a NUL character, and a lease's upload is looked up before the request's own transaction."""
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"database": postgres.fresh()}))
+    swarm.app._router._has_object_store = True
+    ask = Submit(epoch=1, num_bytes=1, sha256="ab" * 32, policy_version=0)
+    found = refusal(swarm.node().client.call, "POST", "/v1/leases/a%00b/submit", ask, Sealed[Receipt])
+    assert found.code == "request.not_found"
+    swarm.close()
 
 
 def test_a_client_continues_with_another_coordinator(tmp_path: Path, postgres: Any) -> None:

@@ -4,17 +4,22 @@ import hashlib
 import os
 import select
 import socket
+import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 import small_swarm
 from small_swarm import Node, SmallSwarm, refusal
+from sqlalchemy.exc import OperationalError
 
 from shoal.net.object_store import LocalStore
+from shoal.net.s3_store import S3Store
+from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.housekeeping import tidy
 from shoal.swarm.coordinator.http.upload_receiver import UPLOADS_AT_ONCE
-from shoal.swarm.coordinator.leases import lifecycle
+from shoal.swarm.coordinator.leases import lifecycle, uploads
 from shoal.swarm.coordinator.leases.lifecycle import APPEALED_KEPT_S, REJECTED_KEPT_S
 from shoal.swarm.coordinator.leases.uploads import find_expected, find_submitted, mark_stored
 from shoal.swarm.coordinator.leases.verdicts import stored_claim
@@ -284,3 +289,21 @@ def test_bytes_are_read_where_an_accepted_lease_stored_them(swarm: SmallSwarm) -
     with swarm.coordinator.database.read() as db:
         found = find_submitted(db, hashlib.sha256(data).hexdigest())
     assert found is not None and found.lease_id == kept.lease_id
+
+
+def test_sweeping_goes_on_after_the_database_was_away(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, sweeps = threading.Event(), []
+
+    def sweep(coordinator: Coordinator, store: S3Store) -> int:
+        sweeps.append(store)
+        if len(sweeps) == 1:
+            raise OperationalError("SELECT 1", {}, Exception("the server restarts"))
+        stop.set()
+        return 0
+
+    monkeypatch.setattr(uploads, "sweep", sweep)
+    monkeypatch.setattr(uploads, "SWEEP_S", 0.0)
+    uploads.keep_sweeping(swarm.coordinator, cast(S3Store, None), stop)
+    assert len(sweeps) == 2

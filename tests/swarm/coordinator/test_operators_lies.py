@@ -71,6 +71,30 @@ def changed(events: list[LedgerEvent], at: LedgerEvent, *instead: LedgerEvent) -
     return [event.model_copy(update={"seq": index + 1}) for index, event in enumerate(found)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "found"),
+    [
+        (
+            "evaluation.completed",
+            {"version": 77, "task": "sort", "rollouts": 0, "reward_mean": 0.5},
+            "no accepted",
+        ),
+        ("verdict.given", {"output_tokens": 10**400}, "lacks a field or has one of the wrong type"),
+        (
+            "run.opened",
+            {"spec": {"task": {"name": "sort"}, "more_tasks": [{"name": "add", "weight": "heavy"}]}},
+            "wrong type",
+        ),
+    ],
+)
+def test_wrong_numbers_do_not_end_the_replay_with_a_traceback(
+    finished: list[LedgerEvent], kind: str, body: dict[str, Any], found: str
+) -> None:
+    at = first(finished, kind)
+    with pytest.raises(CorruptData, match=found):
+        replay(changed(finished, at, with_body(at, **body)))
+
+
 def test_a_second_commitment_is_found(events: list[LedgerEvent]) -> None:
     committed, revealed = first(events, "epoch.committed"), first(events, "epoch.revealed")
     secret = bytes(32)

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 from in_process import InProcessTransport
 from small_swarm import SPEC, SmallSwarm, at_once
+from sqlalchemy import Engine, event
 
 from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.http import live_page, server
@@ -46,6 +47,21 @@ def test_a_costly_answer_is_computed_once_in_a_while(
     time.sleep(0.35)
     assert len(Stats.parse(public.get("/v1/stats").content).nodes) == 1
     assert len(computed) == 2
+
+
+def test_the_view_of_one_node_reads_no_verdicts_of_others(swarm: SmallSwarm) -> None:
+    node, statements = swarm.node(), list[str]()
+
+    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        swarm.public.get(f"/v1/nodes/{node.id}").raise_for_status()
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    of_verdicts = [statement for statement in statements if "FROM verdicts" in statement]
+    assert of_verdicts and all("verdicts.node IN" in statement for statement in of_verdicts)
 
 
 def test_a_part_of_the_curve_is_computed_once_for_all_viewers(

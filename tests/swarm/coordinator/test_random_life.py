@@ -138,7 +138,7 @@ class Life:
         upload = self.act(node, lambda tx: uploads.ask_upload(tx, self.coordinator, lease.lease_id, ask))
         if upload is None:
             return
-        token = upload.path.removeprefix(uploads.PATH)
+        token = upload.path.removeprefix(uploads.UPLOAD_PATH)
         assert isinstance(store, LocalStore)
         incoming = store.receive(token, sha256, len(data))
         incoming.write(data)

@@ -12,14 +12,10 @@ import shoal.swarm.coordinator.rules as rules_package
 from shoal.swarm.coordinator.rules import credit
 from shoal.swarm.coordinator.rules.credit import Earning, balance, held_since_s, to_revoke
 from shoal.swarm.coordinator.rules.node_status import (
-    Compatibility,
-    Demands,
     Liveness,
-    SoftwareFit,
-    compatibility,
     is_older,
     liveness,
-    update_fit,
+    outdated_since_s,
 )
 from shoal.swarm.coordinator.rules.trust import (
     LAPSES_END_TRUST,
@@ -160,24 +156,13 @@ def test_liveness_only_ages_in_order(waits: list[float], heartbeat_s: float) -> 
     )
 )
 def test_a_grace_period_does_not_start_again(meetings: list[tuple[str, float]]) -> None:
-    demands, now_s, fit, first = (
-        Demands(protocol=1, min_software="shoal 0.3.0", grace_s=50.0),
-        0.0,
-        SoftwareFit(),
-        None,
-    )
+    now_s, since_s, first = 0.0, None, None
     for software, wait_s in meetings:
         now_s += wait_s
-        fit = update_fit(fit, protocol=1, software=software, demands=demands, now_s=now_s)
-        old = is_older(software, demands.min_software)
+        since_s = outdated_since_s(since_s, software, min_software="shoal 0.3.0", now_s=now_s)
+        old = is_older(software, "shoal 0.3.0")
         first = (now_s if first is None else first) if old else None
-        expected = Compatibility.OK
-        if first is not None:
-            expected = Compatibility.INCOMPATIBLE if now_s >= first + 50 else Compatibility.OUTDATED
-        assert compatibility(fit, demands, now_s) is expected
-    assert compatibility(update_fit(fit, protocol=2, software="", demands=demands, now_s=0), demands, 0) is (
-        Compatibility.INCOMPATIBLE
-    )
+        assert since_s == first
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,11 @@ def test_a_node_that_lets_a_lease_go_gets_the_same_problems_again(difficult: Sma
     assert (again.unit, again.seed) == (first.lease_id, first.seed)
     count = len(again.prompts)
     assert (again.prompts, again.attempts) == (first.prompts[:count], first.attempts[:count])
-    replay(difficult.ledger())
+    difficult.work(node)
+    events = difficult.ledger()
+    replay(events)
+    with pytest.raises(CorruptData, match="repeats work that was not leased by difficulty"):
+        replay(tampered(events, first, purpose="eval", attempts=[], problems=[]))
 
 
 def test_a_task_without_end_cannot_be_sampled_by_difficulty(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shoal.swarm.coordinator.rules.node_status import Demands
 from shoal.wire.record import Record
-from shoal.wire.run_spec import PROTOCOL, EvalSpec, RunSpec
+from shoal.wire.run_spec import EvalSpec, RunSpec
 
 NOTICES_FILE, NAMES_FILE = "notices.jsonl", "names.json"
 """Files of `shoal run` in the coordinator's folder: a RunWarning on each line, and the workers' names by node id."""
@@ -109,12 +108,9 @@ class CoordinatorConfig(Record):
         """Returns the half-life of lost leases."""
         return self.loss_half_life_s or 15 * self.lease_s
 
-    def demands(self) -> Demands:
-        return Demands(protocol=PROTOCOL, min_software=self.min_software, grace_s=self.grace_s)
-
     def terms(self) -> dict[str, int | float | str]:
         """Returns the settings that trust and credit depend on. The ledger contains them, so that anybody can recompute both."""
-        names = (
+        names = {
             "trusted_after",
             "check_rate",
             "max_unchecked_share",
@@ -122,5 +118,5 @@ class CoordinatorConfig(Record):
             "credit_factor",
             "admission",
             "stake_per_lease",
-        )
-        return {name: getattr(self, name) for name in names}
+        }
+        return self.model_dump(include=names)

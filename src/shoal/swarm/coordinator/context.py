@@ -340,8 +340,8 @@ def count_calibrations(db: Connection) -> int:
 
 def spec_now(db: Connection, spec: RunSpec) -> RunSpec:
     """Returns the run's terms with the calibrations that were repeated."""
-    bodies = db.execute(select(calibrations.c.body).order_by(calibrations.c.from_version)).scalars()
-    later = tuple(LaterNoise.parse(body) for body in bodies)
+    found = [LaterNoise.parse(body) for body in db.execute(select(calibrations.c.body)).scalars()]
+    later = tuple(sorted(found, key=lambda one: (one.from_version, one.measured_version)))
     return spec.model_copy(update={"later_noise": later}) if later else spec
 
 

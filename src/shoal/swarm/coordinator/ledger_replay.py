@@ -6,7 +6,8 @@ the draw required but that was not made, credit for another node, or a convictio
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +34,6 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     NEW_NODE,
     RunEvidence,
     Sums,
-    new_scores,
     risen_statistics,
     scores_of,
 )
@@ -45,7 +45,7 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, RECALIBRATING, UNCERTAIN, UNCHECKED, CorruptData
+from shoal.wire.codes import UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.seeded_draw import lease_seed
@@ -102,7 +102,7 @@ class ReplayedLedger:
         self.secrets, self.groups = ReplayedSecrets(self._lease), ReplayedGroups(self._lease)
 
     def add(self, event: LedgerEvent) -> None:
-        """Adds one event. Raises CorruptData if it contradicts the events before it."""
+        """Adds one event. Raises Contradiction if it contradicts the events before it."""
         self.seq, self.time_s = event.seq, event.time_s
         if event.type not in _BEFORE_REVOCATION:
             self._check_revoked()
@@ -111,26 +111,20 @@ class ReplayedLedger:
         elif event.type in _ADMIN_EVENTS:
             self._apply_event(event.body["node"], _ADMIN_EVENTS[event.type])
         elif event.type in _HANDLERS:
-            try:
-                _HANDLERS[event.type](self, event.body)
-            except Contradiction as error:
-                raise self._corrupt(str(error)) from None
+            _HANDLERS[event.type](self, event.body)
 
     def close(self) -> None:
         """Checks, after the last event, that the ledger records every change of trust and every secret, and that seeds chose tasks
-        and problems."""
+        and problems. Raises Contradiction."""
         self._check_revoked()
         is_over = self.finished_version is not None and self.finished_version == self.last_version
         hidden = self.secrets.hidden()
         if is_over and hidden and all(lease.end is not None for lease in self.leases.values()):
-            raise self._corrupt(f"the run is finished, but the secret of epoch {hidden[0]} is not revealed")
-        try:
-            self.choices.check(lambda lease_id: seed_of(self, lease_id))
-        except ValueError as error:
-            raise CorruptData(f"the ledger is inconsistent: {error}") from None
+            raise Contradiction(f"the run is finished, but the secret of epoch {hidden[0]} is not revealed")
+        self.choices.check(lambda lease_id: seed_of(self, lease_id))
         for key, node in self.nodes.items():
             if node.standing.trust is not node.recorded_trust:
-                raise self._corrupt(
+                raise Contradiction(
                     f"node {key[:16]} must be {node.standing.trust.value}, the ledger says {node.recorded_trust.value}"
                 )
 
@@ -150,27 +144,27 @@ class ReplayedLedger:
             self.noise = Noise.parse(json.dumps(spec["noise"]))
         self.max_lag, self.last_version = spec.get("max_lag"), spec.get("last_version")
         self.admitted_weights = spec.get("admitted_weights", {})
-        tasks = [spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", [])
-        self.weights = {task.get("label") or task["name"]: task.get("weight", 1.0) for task in tasks}
-        self.by_difficulty = {task.get("label") or task["name"] for task in tasks if task.get("difficulty")}
-        evals = [one["task"] for one in spec.get("evals", [])] or tasks
-        self.evaluated = {task.get("label") or task["name"] for task in evals}
+        tasks = _by_label([spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", []))
+        self.weights = {label: task.get("weight", 1.0) for label, task in tasks.items()}
+        self.by_difficulty = {label for label, task in tasks.items() if task.get("difficulty")}
+        evals = _by_label([one["task"] for one in spec.get("evals", [])]) or tasks
+        self.evaluated = set(evals)
         usual = spec.get("sampling", {}).get("max_new_tokens", 0)
         self.max_new_tokens = {
-            task.get("label") or task["name"]: (task.get("sampling") or {}).get("max_new_tokens") or usual
-            for task in [*evals, *tasks]
+            label: (task.get("sampling") or {}).get("max_new_tokens") or usual
+            for label, task in (evals | tasks).items()
         }
 
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
-            raise self._corrupt(f"node {body['node'][:16]} is enrolled a second time")
+            raise Contradiction(f"node {body['node'][:16]} is enrolled a second time")
         self.nodes[body["node"]] = ReplayedNode(
             NodeStanding(trust=Trust.PROBATION, since_s=self.time_s), owner=body.get("owner")
         )
 
     def _published(self, body: dict[str, Any]) -> None:
         if body["version"] != self.newest_version + 1:
-            raise self._corrupt(f"version {body['version']} is published after version {self.newest_version}")
+            raise Contradiction(f"version {body['version']} is published after version {self.newest_version}")
         self.newest_version = body["version"]
 
     def _calibrated(self, body: dict[str, Any]) -> None:
@@ -179,7 +173,7 @@ class ReplayedLedger:
         risen = risen_statistics({} if self.noise is None else later.noise.rise_since(self.noise))
         if told is not None:  # ledgers of earlier releases took nothing back
             if set(told) != set(risen):
-                raise self._corrupt(
+                raise Contradiction(
                     f"the calibration from version {later.from_version} on takes back {told}, its means give {list(risen)}"
                 )
             self.evidence.calibrated(later.measured_version, self.time_s, risen)
@@ -191,48 +185,35 @@ class ReplayedLedger:
     def _issued(self, body: dict[str, Any]) -> None:
         node = self._node(body["node"])
         if body["lease_id"] in self.leases:
-            raise self._corrupt(f"lease {body['lease_id']} is issued a second time")
+            raise Contradiction(f"lease {body['lease_id']} is issued a second time")
         if node.standing.trust in (Trust.BANNED, Trust.RETIRED):
-            raise self._corrupt(
+            raise Contradiction(
                 f"a lease is issued to node {body['node'][:16]}, which is {node.standing.trust.value}"
             )
         unit = body.get("unit", body["lease_id"])
         if body["epoch"] not in self.secrets.commitments or (
             unit == body["lease_id"] and body["epoch"] in self.secrets.revealed
         ):
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} is of epoch {body['epoch']}, whose secret is not committed, or known already"
             )
         if unit != body["lease_id"]:
             before = self._lease(self.units.get(unit, unit))
             if before.node != body["node"]:
-                raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
+                raise Contradiction(f"lease {body['lease_id']} repeats the work of another node")
             if before.end != "void":
-                raise self._corrupt(f"lease {body['lease_id']} repeats work that is {before.end or 'open'}")
+                raise Contradiction(f"lease {body['lease_id']} repeats work that is {before.end or 'open'}")
         self.units[unit] = body["lease_id"]
-        lease = self.leases[body["lease_id"]] = ReplayedLease(
-            body["node"],
-            body["epoch"],
-            unit,
-            purpose=body.get("purpose", "train"),
-            task=body.get("task", ""),
-            attempts=tuple(body.get("attempts", ())),
-            problems=tuple(body.get("problems", ())),
-            num_problems=body.get("num_problems", 0),
-            num_prompts=body.get("num_prompts", 0),
-            samples=body.get("samples_per_prompt", 0),
-            versions=tuple(body.get("versions", ())),
-            chunk=body.get("chunk", 0),
-        )
+        lease = self.leases[body["lease_id"]] = ReplayedLease.issued(body)
         if lease.task:
             known = self.weights if lease.purpose == "train" else self.evaluated
             if lease.task not in known:
-                raise self._corrupt(
+                raise Contradiction(
                     f"lease {body['lease_id']} is of task {lease.task!r}, the terms have {sorted(known)}"
                 )
             by_difficulty = lease.purpose == "train" and lease.task in self.by_difficulty
             if len(lease.attempts) != (lease.num_prompts if by_difficulty else 0):
-                raise self._corrupt(
+                raise Contradiction(
                     f"lease {body['lease_id']} has {len(lease.attempts)} attempts for {lease.num_prompts} prompts of task "
                     f"{lease.task!r}, whose difficulty is {str(by_difficulty).lower()}"
                 )
@@ -242,9 +223,9 @@ class ReplayedLedger:
     def _received(self, body: dict[str, Any]) -> None:
         lease = self._lease_of(body)
         if lease.sha256 is not None or lease.end is not None:
-            raise self._corrupt(f"lease {body['lease_id']} has a second submission, or one after its end")
+            raise Contradiction(f"lease {body['lease_id']} has a second submission, or one after its end")
         if lease.versions and body["policy_version"] not in lease.versions:
-            raise self._corrupt(
+            raise Contradiction(
                 f"the submission on lease {body['lease_id']} names version {body['policy_version']}, leased are {lease.versions}"
             )
         lease.sha256, lease.received_seq = body["sha256"], self.seq
@@ -271,9 +252,9 @@ class ReplayedLedger:
         full = body["checks"] == "full"
         lease.checks, lease.draw_rate = body["checks"], drawn["rate"]
         if lease.sha256 is None:
-            raise self._corrupt(f"lease {body['lease_id']} has a verdict without a submission")
+            raise Contradiction(f"lease {body['lease_id']} has a verdict without a submission")
         if drawn["rate"] < lease.least_rate - 1e-9:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} was drawn at a rate of {drawn['rate']:g}, its node's is {lease.least_rate:g}"
             )
         self.secrets.add_draw(RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"]))
@@ -295,50 +276,53 @@ class ReplayedLedger:
         given = body["evidence"].get(GIVEN_CODE, body["code"])
         lease = self._lease(body["lease_id"])
         work = (lease.unit, lease.policy_version)
-        scores = scores_of(given, body["evidence"])
-        is_new = node.accepted < NEW_NODE
-        code = UNCERTAIN if is_new and given == ACCEPTED and self.evidence.doubt(scores) else given
+        # The prefixes keep apart a key that is a node and an owner.
+        keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
         earlier = self.uncertain.get(work, [])
-        if self.evidence.watch.add(given, body["evidence"], work[1], self.time_s, is_new=is_new):
-            code = RECALIBRATING
-        elif new := new_scores(scores, earlier):
-            # The prefixes keep apart a key that is a node and an owner.
-            keys = (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else []))
-            code = ACCUMULATED if self.evidence.add(keys, new, is_new=is_new) is not None else code
+        found = self.evidence.add(
+            keys,
+            given,
+            body["evidence"],
+            version=lease.policy_version,
+            now_s=self.time_s,
+            is_new=node.accepted < NEW_NODE,
+            earlier=earlier,
+        )
+        code = given if found is None else found.code
         if body["code"] == UNCERTAIN:
-            self.uncertain[work] = [*earlier, scores]
+            self.uncertain[work] = [*earlier, scores_of(given, body["evidence"])]
         if code != body["code"]:
-            raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence gives {code}")
+            raise Contradiction(f"lease {body['lease_id']} is {body['code']}, but the evidence gives {code}")
 
     def _accepted(self, node: ReplayedNode, body: dict[str, Any], full: bool) -> None:
         share = weights_share(body["evidence"], self.admitted_weights)
         if share is None:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} was accepted with weights that the run does not admit"
             )
         expected = amount(body["output_tokens"], self.terms["credit_factor"], share)
         if body["credit"] != expected:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} has credit {body['credit']}, its tokens give {expected}"
             )
         lease = self._lease(body["lease_id"])
         if lease.max_tokens and body["output_tokens"] > lease.max_tokens:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} has {body['output_tokens']} tokens, at most {lease.max_tokens} were leased"
             )
         num_rows = lease.num_prompts * lease.samples
         if num_rows and (len(body["rewards"]) != num_rows or body["output_tokens"] < num_rows):
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} of {num_rows} rows has {len(body['rewards'])} rewards and "
                 f"{body['output_tokens']} tokens"
             )
         lease.rewards = body["rewards"]
         if not full and body["drawn"]["checks"] == "full":
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} was drawn for every check but got only the cheap ones"
             )
         if not full and node.standing.trust is not Trust.TRUSTED:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} was accepted without every check from a {node.standing.trust.value} node"
             )
         self.choices.add_rewards(body["lease_id"], body["rewards"])
@@ -355,7 +339,7 @@ class ReplayedLedger:
         self.to_be_revoked = ""
         taken = {one.lease_id for one in to_revoke(node.earnings, self._held_since_s(standing))}
         if taken != set(body["lease_ids"]):
-            raise self._corrupt(f"{len(body['lease_ids'])} leases are revoked, expected {len(taken)}")
+            raise Contradiction(f"{len(body['lease_ids'])} leases are revoked, expected {len(taken)}")
         node.earnings = [replace(one, revoked=one.revoked or one.lease_id in taken) for one in node.earnings]
         for lease_id in body["lease_ids"]:
             self._lease(lease_id).end = "revoked"
@@ -365,18 +349,18 @@ class ReplayedLedger:
     def _appealed(self, body: dict[str, Any]) -> None:
         lease = self._lease(body["lease_id"])
         if lease.end != "rejected" or lease.node != body["node"] or body["lease_id"] in self.appeals:
-            raise self._corrupt(f"lease {body['lease_id']} is appealed twice, or was not rejected")
+            raise Contradiction(f"lease {body['lease_id']} is appealed twice, or was not rejected")
         self.appeals[body["lease_id"]] = False
 
     def _decided(self, body: dict[str, Any]) -> None:
         if self.appeals.get(body["lease_id"], True) or self._lease(body["lease_id"]).node != body["node"]:
-            raise self._corrupt(
+            raise Contradiction(
                 f"an appeal against lease {body['lease_id']} is decided twice, or was not filed"
             )
         self.appeals[body["lease_id"]] = True
         most = self.revoked.get(body["lease_id"], 0) if body["upheld"] else 0
         if body["returned"] != most:
-            raise self._corrupt(
+            raise Contradiction(
                 f"the appeal against lease {body['lease_id']} returns {body['returned']} of credit, {most} was revoked for it"
             )
         if body["upheld"]:
@@ -395,7 +379,7 @@ class ReplayedLedger:
     def _before_rejection(self, key: str) -> NodeStanding:
         """Returns the node's standing before the rejection that caused a revocation. The rejection must be the event before it."""
         if self.last_standing is None or self.last_standing[0] != key:
-            raise self._corrupt(f"credit of node {key[:16]} is revoked without a rejection before it")
+            raise Contradiction(f"credit of node {key[:16]} is revoked without a rejection before it")
         return self.last_standing[1]
 
     def _check_trust(self, key: str, trust: Trust) -> None:
@@ -406,7 +390,7 @@ class ReplayedLedger:
             if node.standing.trust is Trust.QUARANTINED:  # ledgers of release 0.1.0 have it
                 node.standing = replace(node.standing, trust=trust, since_s=self.time_s)
         if node.standing.trust is not trust:
-            raise self._corrupt(
+            raise Contradiction(
                 f"node {key[:16]} is recorded as {trust.value}, but the events make it {node.standing.trust.value}"
             )
         node.recorded_trust = trust
@@ -414,7 +398,7 @@ class ReplayedLedger:
     def _end(self, lease_id: str, how: str) -> None:
         lease = self._lease(lease_id)
         if lease.end is not None:
-            raise self._corrupt(f"lease {lease_id} ends as {how}, but it ended before as {lease.end}")
+            raise Contradiction(f"lease {lease_id} ends as {how}, but it ended before as {lease.end}")
         lease.end = how
 
     def _held_since_s(self, standing: NodeStanding) -> float:
@@ -422,31 +406,32 @@ class ReplayedLedger:
 
     def _check_revoked(self) -> None:
         if self.to_be_revoked:
-            raise self._corrupt(
+            raise Contradiction(
                 f"the rejection of lease {self.to_be_revoked} does not revoke the credit given on trust"
             )
 
     def _node(self, key: str) -> ReplayedNode:
         if key not in self.nodes:
-            raise self._corrupt(f"node {key[:16]} is not enrolled")
+            raise Contradiction(f"node {key[:16]} is not enrolled")
         return self.nodes[key]
 
     def _lease(self, lease_id: str) -> ReplayedLease:
         if lease_id not in self.leases:
-            raise self._corrupt(f"lease {lease_id[:32]} was never issued")
+            raise Contradiction(f"lease {lease_id[:32]} was never issued")
         return self.leases[lease_id]
 
     def _lease_of(self, body: dict[str, Any]) -> ReplayedLease:
         """Returns the lease that an event is about. The event must name its node: another one would be credited or blamed."""
         lease = self._lease(body["lease_id"])
         if body.get("node", lease.node) != lease.node:
-            raise self._corrupt(
+            raise Contradiction(
                 f"lease {body['lease_id']} was issued to another node than {body['node'][:16]}"
             )
         return lease
 
-    def _corrupt(self, reason: str) -> CorruptData:
-        return CorruptData(f"ledger event {self.seq}: {reason}")
+
+def _by_label(tasks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {task.get("label") or task["name"]: task for task in tasks}
 
 
 _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
@@ -480,14 +465,25 @@ def replay(events: Iterable[LedgerEvent]) -> ReplayedLedger:
     """Returns the state after a whole ledger. Raises CorruptData at the first event that contradicts the ones before it."""
     replayed = ReplayedLedger()
     for event in events:
-        try:
+        with _as_corrupt(event):
             replayed.add(event)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise CorruptData(
-                f"ledger event {event.seq} ({event.type}) lacks a field or has one of the wrong type"
-            ) from None
-    replayed.close()
+    if replayed.seq:
+        with _as_corrupt(event):
+            replayed.close()
     return replayed
+
+
+@contextmanager
+def _as_corrupt(event: LedgerEvent) -> Iterator[None]:
+    """Raises CorruptData with the number of an event for what the block raises because of the ledger."""
+    try:
+        yield
+    except Contradiction as error:
+        raise CorruptData(f"ledger event {event.seq}: {error}") from None
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError):
+        raise CorruptData(
+            f"ledger event {event.seq} ({event.type}), or one before it, lacks a field or has one of the wrong type"
+        ) from None
 
 
 def seed_of(replayed: ReplayedLedger, lease_id: str) -> str | None:

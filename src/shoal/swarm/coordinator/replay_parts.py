@@ -76,9 +76,27 @@ class ReplayedLease:
     """0 in ledgers that do not have it."""
     samples: int = 0
 
+    @classmethod
+    def issued(cls, body: dict[str, Any]) -> "ReplayedLease":
+        """Returns the lease that an event `lease.issued` is about. Ledgers of release 0.1.0 lack most fields."""
+        return cls(
+            node=body["node"],
+            epoch=body["epoch"],
+            unit=body.get("unit", body["lease_id"]),
+            purpose=body.get("purpose", "train"),
+            task=body.get("task", ""),
+            attempts=tuple(body.get("attempts", ())),
+            problems=tuple(body.get("problems", ())),
+            num_problems=body.get("num_problems", 0),
+            num_prompts=body.get("num_prompts", 0),
+            samples=body.get("samples_per_prompt", 0),
+            versions=tuple(body.get("versions", ())),
+            chunk=body.get("chunk", 0),
+        )
+
 
 FindLease = Callable[[str], ReplayedLease]
-"""Returns a lease by its id; raises CorruptData if it was never issued."""
+"""Returns a lease by its id; raises Contradiction if it was never issued."""
 
 
 class Contradiction(Exception):
@@ -178,7 +196,7 @@ class TaskChoices:
             self.order.append((lease_id, rewards))
 
     def check(self, seed_of: Callable[[str], str | None]) -> None:
-        """Raises ValueError for the first lease whose task or problems do not follow from its seed and the rewards before it.
+        """Raises Contradiction for the first lease whose task or problems do not follow from its seed and the rewards before it.
 
         `seed_of` returns None for a lease whose epoch is not revealed; such a lease is not checked.
         """
@@ -188,7 +206,7 @@ class TaskChoices:
             lease = self.leases[lease_id]
             if lease.attempts and lease.num_problems != sizes.setdefault(lease.task, lease.num_problems):
                 # Another number gives other problems to the same seed.
-                raise ValueError(
+                raise Contradiction(
                     f"lease {lease_id} has {lease.num_problems} problems of task {lease.task!r}, earlier ones {sizes[lease.task]}"
                 )
             own = rates.setdefault(lease.task, {})
@@ -203,18 +221,22 @@ class TaskChoices:
         weights = self.weights[lease_id]
         drawn = list(weights)[choose_task(seed, list(weights.values()))]
         if drawn != lease.task:
-            raise ValueError(f"lease {lease_id} is of task {lease.task!r}, its seed draws {drawn!r}")
+            raise Contradiction(f"lease {lease_id} is of task {lease.task!r}, its seed draws {drawn!r}")
         if not lease.attempts:
             return
         if problem_numbers(seed, lease.attempts, lease.num_problems) != list(lease.problems):
-            raise ValueError(f"lease {lease_id} has problems that its seed and attempts do not give")
+            raise Contradiction(f"lease {lease_id} has problems that its seed and attempts do not give")
         if lease.unit != lease_id:  # repeated work has the attempts of its first lease
-            first = self.leases[lease.unit]
+            first = self.leases.get(lease.unit)
+            if first is None:
+                raise Contradiction(f"lease {lease_id} repeats work that was not leased by difficulty")
             wanted = first.attempts[: lease.num_prompts]
         else:
             wanted = choose_attempts(seed, lease.num_prompts, lease.num_problems, rates.get)
         if lease.attempts != wanted:
-            raise ValueError(f"lease {lease_id} has attempts {lease.attempts}, the pass rates give {wanted}")
+            raise Contradiction(
+                f"lease {lease_id} has attempts {lease.attempts}, the pass rates give {wanted}"
+            )
 
 
 @dataclass
@@ -308,6 +330,8 @@ class ReplayedGroups:
         if not key[1] or not all(lease.samples for lease in leases):
             return  # ledgers of release 0.1.0 have no label or number of samples
         rewards = [reward for lease in leases for reward in lease.rewards]
+        if not rewards:
+            raise Contradiction(f"the evaluation of version {key[0]} by {key[1]!r} has no accepted answers")
         if len(rewards) != body["rollouts"]:
             raise Contradiction(
                 f"the evaluation of version {key[0]} by {key[1]!r} has {body['rollouts']} rollouts, {len(rewards)} were accepted"

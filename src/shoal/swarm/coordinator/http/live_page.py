@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -24,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.net.rate_limit import viewer_network
 from shoal.swarm.coordinator.context import Coordinator
+from shoal.swarm.coordinator.http.router import query_number
 from shoal.swarm.coordinator.views.page_snapshot import make_curve, take_snapshot
 from shoal.swarm.coordinator.views.stats import read_reports
 from shoal.wire.codes import Rejected
@@ -242,12 +244,7 @@ def _takes_gzip(request: Request) -> bool:
 
 def sections_of(snapshot: Snapshot) -> dict[str, str]:
     """Returns each section of a snapshot as JSON."""
-    return {name: _section(snapshot, name) for name in Snapshot.model_fields}
-
-
-def _section(snapshot: Snapshot, name: str) -> str:
-    text = snapshot.model_dump_json(include={name})
-    return text[len(name) + 4 : -1]  # without {"name": and }
+    return {name: to_json(section).decode() for name, section in snapshot}
 
 
 # -- routes -----------------------------------------------------------------------------------------------
@@ -265,7 +262,7 @@ def page_routes(feed: Feed, limited: Callable[[Endpoint], Endpoint]) -> list[Rou
 
     async def get_curve(request: Request) -> Response:
         headers = {"Cache-Control": "no-store"}
-        text = await feed.curve(_version(request, "first", 0), _version(request, "last", 10**15 - 1))
+        text = await feed.curve(query_number(request, "first", 0), query_number(request, "last", 10**15 - 1))
         return Response(text, media_type="application/json", headers=headers)
 
     async def get_events(request: Request) -> Response:
@@ -281,13 +278,6 @@ def page_routes(feed: Feed, limited: Callable[[Endpoint], Endpoint]) -> list[Rou
     }
     routes |= {path: _file(page_file(name), kind) for path, (name, kind) in PAGE_FILES.items()}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
-
-
-def _version(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdecimal() or len(text) > 15:
-        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a version")
-    return int(text)
 
 
 def page_file(name: str) -> bytes:

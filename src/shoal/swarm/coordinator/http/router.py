@@ -30,6 +30,7 @@ from shoal.net.rate_limit import (
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
+from shoal.swarm.coordinator.leases.uploads import UPLOAD_PATH
 from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.writer import Writer
 from shoal.tasks.task_errors import TaskError, print_trace
@@ -50,11 +51,13 @@ _OPEN, _CLOSE = "{", "}"
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 """The name of an upload. Others are not looked up: PostgreSQL fails on a NUL character."""
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
 """Receives the body of an upload: token, declared length, and where the body comes from."""
-Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
-"""Does slow work before the transaction of a request, given the key and the path parameter. Returns a function that writes its result in
-a separate transaction, or None."""
+Before = Callable[[Coordinator, str, Any], Callable[[WriteGroup], None] | None]
+"""Does slow work before the transaction of a request, given the key and the parsed path parameter. Returns a function that writes its
+result in a separate transaction, or None."""
 
 
 STORE_QUESTIONS = 10.0
@@ -67,7 +70,7 @@ PROXIED_SHARE = 8
 """Factor on the limit of enrolments for nodes whose network a reverse proxy hides: they all share one limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SignedRoute:
     """A route for signed requests. `act` gets the transaction, the coordinator, the path parameter and the record, if any."""
 
@@ -79,11 +82,14 @@ class SignedRoute:
     """The record in the request's body; None if the request has no body."""
     gives: type[Record] | None = None
     """The record in the answer; None if the answer is bytes."""
-    parse_path: Callable[[str], Any] = str
-    """Parses the part of the path that varies."""
     max_body: int = SMALL_BODY
     before: Before | None = None
     """Called only if uploads go to an object store."""
+
+    @property
+    def parameter(self) -> str:
+        """Returns the name of the part of the path that varies; "" if no part does."""
+        return self.path.partition(_OPEN)[2].partition(_CLOSE)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +147,17 @@ class Router:
         self,
         coordinator: Coordinator,
         routes: Iterable[SignedRoute],
+        parsers: Mapping[str, Callable[[str], str | int]],
         writer: Writer,
         *,
-        upload_path: str,
         receive_upload: UploadReceiver,
         public: Starlette,
         authorities: frozenset[str] | None,
     ) -> None:
+        """`parsers` parse the part of a path that varies, by its name there."""
         self._coordinator, self._writer, self.public = coordinator, writer, public
-        self._upload_path, self._receive_upload = upload_path, receive_upload
-        self._authorities = authorities
+        self._parsers = parsers
+        self._receive_upload, self._authorities = receive_upload, authorities
         self._routes = RouteTable(routes)
         self._has_object_store = not isinstance(coordinator.store, LocalStore)
         rate = coordinator.config.requests_per_s
@@ -175,15 +182,14 @@ class Router:
                 await self.public(scope, receive, send)
                 return
         except Rejected as error:
-            now_s = self._coordinator.clock()
-            answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+            answer = problem(self._coordinator, error)
         except Exception as error:
             full = disk_full.report(self._coordinator, error)
             if full is None:
                 await failure(self._coordinator, scope, error)(scope, receive, send)
                 raise  # the server logs the traceback
-            now_s = self._coordinator.clock()
-            answer = problem("request.no_space", full, now_s=now_s, retry_after_s=disk_full.RETRY_S)
+            refusal = Rejected("request.no_space", full, retry_after_s=disk_full.RETRY_S)
+            answer = problem(self._coordinator, refusal)
         if isinstance(answer, bytes):
             await send_json(send, answer)
         else:
@@ -200,14 +206,15 @@ class Router:
         body = await _read_body(receive, route.max_body)
         # In the event loop, not in the writer thread: signatures are checked while other requests are executed.
         signer = self._verify(scope, headers, body)
+        part = None if value is None else self._parsers[route.parameter](value)
         if route.before is not None and self._has_object_store:
-            self._check_store_rate(f"{signer.key} {value}")
-            note = await run_in_threadpool(route.before, self._coordinator, signer.key, value or "")
+            self._check_store_rate(f"{signer.key} {part}")
+            note = await run_in_threadpool(route.before, self._coordinator, signer.key, part)
             if note is not None:
                 await self._writer.run(note)
         network = network_of(scope)
         self._check_ledger_rate(route.path, signer, network, is_proxied=not network or BEHIND_PROXY in scope)
-        return await self._writer.run(partial(self._execute, route, value, body, signer, network))
+        return await self._writer.run(partial(self._execute, route, part, body, signer, network))
 
     def _check_store_rate(self, what: str) -> None:
         """Raises Rejected if the object store is asked for the same upload again and again: all requests to it share a few threads."""
@@ -284,7 +291,7 @@ class Router:
     def _execute(
         self,
         route: SignedRoute,
-        value: str | None,
+        part: str | int | None,
         body: bytes,
         signer: Signer,
         network: str,
@@ -294,8 +301,8 @@ class Router:
         coordinator = self._coordinator
         with admitted(coordinator, group, signer, route.callers, network=network) as tx:
             arguments: list[Any] = [tx, coordinator]
-            if value is not None:
-                arguments.append(route.parse_path(value))
+            if part is not None:
+                arguments.append(part)
             if route.takes is not None:
                 arguments.append(route.takes.parse(body or b"{}"))
             answer = route.act(*arguments)
@@ -303,9 +310,9 @@ class Router:
 
     def _upload_token(self, scope: Scope) -> str | None:
         """Returns the token of an upload's path; None if the request is not an upload."""
-        if scope["method"] != "PUT" or not scope["path"].startswith(self._upload_path):
+        if scope["method"] != "PUT" or not scope["path"].startswith(UPLOAD_PATH):
             return None
-        token: str = scope["path"].removeprefix(self._upload_path)
+        token: str = scope["path"].removeprefix(UPLOAD_PATH)
         return token if _TOKEN.fullmatch(token) else None
 
 
@@ -319,7 +326,7 @@ def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Respons
         coordinator.log.error(
             f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
         )
-    return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
+    return problem(coordinator, Rejected("request.failed", "an error on our side; it is logged"))
 
 
 def network_of(scope: Scope) -> str:
@@ -384,16 +391,16 @@ def to_json(answer: Record | Sequence[Record]) -> bytes:
     return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()
 
 
-def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None = None) -> Response:
-    meaning = CODES[code]
+def problem(coordinator: Coordinator, refusal: Rejected) -> Response:
+    meaning, wait_s = CODES[refusal.code], refusal.retry_after_s
     body = ProblemDetails(
-        code=code,
-        detail=detail,
+        code=refusal.code,
+        detail=refusal.detail,
         fix=meaning.remedy,
-        retry_after_s=retry_after_s,
-        server_time_s=now_s,
+        retry_after_s=wait_s,
+        server_time_s=coordinator.clock(),
     )
-    headers = {} if retry_after_s is None else {"Retry-After": retry_after_header(retry_after_s)}
+    headers = {} if wait_s is None else {"Retry-After": retry_after_header(wait_s)}
     return Response(
         body.model_dump_json(),
         status_code=meaning.status,
@@ -409,9 +416,17 @@ async def send_json(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
+def query_number(request: Request, name: str, default: int) -> int:
+    """Returns a number of the query; raises Rejected if it is none of at most 15 digits."""
+    text = request.query_params.get(name, str(default))
+    if not _NUMBER.fullmatch(text):
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
+    return int(text)
+
+
 def check_length(declared: str, max_bytes: int) -> None:
     """Raises Rejected if the declared length of a body is no number or too large. Runs before a byte is read."""
-    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
+    if not _NUMBER.fullmatch(declared):
         raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
     if int(declared) > max_bytes:
         raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from shoal.net.object_store import LocalStore, check_digest
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, run_state
 from shoal.swarm.coordinator.http.auth import Caller
-from shoal.swarm.coordinator.http.router import LARGE_BODY, SMALL_BODY, Before, PublicRoute, SignedRoute
+from shoal.swarm.coordinator.http.router import LARGE_BODY, PublicRoute, SignedRoute, query_number
 from shoal.swarm.coordinator.leases import (
     batches,
     issue,
@@ -70,7 +70,6 @@ from shoal.wire.record import Record, Sealed
 from shoal.wire.ticket import Ticket
 
 _VERSION = re.compile(r"[0-9]{1,9}")
-_NUMBER = re.compile(r"[0-9]{1,15}")
 _DECIMAL = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,9})?")
 MAX_QUERY_TEXT = 200
 WITHHELD = (
@@ -152,47 +151,21 @@ _REPORTER: frozenset[Caller] = _RELAY | {"newcomer"}
 _MEMBER = _NODE | _TRAINER | _VALIDATOR | _RELAY
 
 
-_PATH_PARSERS: dict[str, Callable[[str], str | int]] = {
+PATH_PARSERS: dict[str, Callable[[str], str | int]] = {
     "lease_id": parse_lease_id,
     "version": parse_version,
     "name": check_digest,
     "action": str,
 }
 
-
-def _signed(  # noqa: PLR0913 - one line of the table
-    method: str,
-    path: str,
-    callers: frozenset[Caller],
-    act: Callable[..., Record | Response],
-    takes: type[Record] | None,
-    gives: type[Record] | None,
-    *,
-    max_body: int = SMALL_BODY,
-    before: Before | None = None,
-) -> SignedRoute:
-    parameter = path.partition("{")[2].partition("}")[0]
-    return SignedRoute(
-        method=method,
-        path=path,
-        callers=callers,
-        act=act,
-        takes=takes,
-        gives=gives,
-        parse_path=_PATH_PARSERS[parameter] if parameter else str,
-        max_body=max_body,
-        before=before,
-    )
-
-
 SIGNED_ROUTES = (
-    _signed("POST", "/v1/enrol", _NEWCOMER, admission.enrol, Enrol, Enrolled),
-    _signed("POST", "/v1/session", _NODE, nodes.open_session, OpenSession, Session),
-    _signed("POST", "/v1/heartbeat", _NODE, nodes.heartbeat, Heartbeat, HeartbeatReply),
-    _signed("POST", "/v1/leases", _NODE, issue.ask_lease, AskLease, Sealed[Lease]),
-    _signed("GET", "/v1/leases/{lease_id}", _NODE, get_status, None, LeaseStatus),
-    _signed("POST", "/v1/leases/{lease_id}/upload", _NODE, uploads.ask_upload, AskUpload, Upload),
-    _signed(
+    SignedRoute("POST", "/v1/enrol", _NEWCOMER, admission.enrol, Enrol, Enrolled),
+    SignedRoute("POST", "/v1/session", _NODE, nodes.open_session, OpenSession, Session),
+    SignedRoute("POST", "/v1/heartbeat", _NODE, nodes.heartbeat, Heartbeat, HeartbeatReply),
+    SignedRoute("POST", "/v1/leases", _NODE, issue.ask_lease, AskLease, Sealed[Lease]),
+    SignedRoute("GET", "/v1/leases/{lease_id}", _NODE, get_status, None, LeaseStatus),
+    SignedRoute("POST", "/v1/leases/{lease_id}/upload", _NODE, uploads.ask_upload, AskUpload, Upload),
+    SignedRoute(
         "POST",
         "/v1/leases/{lease_id}/submit",
         _NODE,
@@ -201,14 +174,14 @@ SIGNED_ROUTES = (
         Sealed[Receipt],
         before=note_arrived,
     ),
-    _signed("POST", "/v1/leases/{lease_id}/abandon", _NODE, lifecycle.abandon, Abandon, LeaseStatus),
-    _signed("POST", "/v1/leases/{lease_id}/appeal", _EVEN_BANNED, revocation.appeal, Appeal, Recorded),
-    _signed("POST", "/v1/leave", _NODE, nodes.leave, Leave, Recorded),
-    _signed("POST", "/v1/keys/revoke", _NEWCOMER, admin_actions.revoke_key, RevokeKey, Recorded),
-    _signed("POST", "/v1/admin/{action}", _ADMIN, admin_actions.give_order, AdminOrder, Recorded),
-    _signed("POST", "/v1/checks/claim", _VALIDATOR, verdicts.claim, AskClaim, Claim),
-    _signed("GET", "/v1/checks/{lease_id}", _VALIDATOR, verdicts.look_again, None, Claim),
-    _signed(
+    SignedRoute("POST", "/v1/leases/{lease_id}/abandon", _NODE, lifecycle.abandon, Abandon, LeaseStatus),
+    SignedRoute("POST", "/v1/leases/{lease_id}/appeal", _EVEN_BANNED, revocation.appeal, Appeal, Recorded),
+    SignedRoute("POST", "/v1/leave", _NODE, nodes.leave, Leave, Recorded),
+    SignedRoute("POST", "/v1/keys/revoke", _NEWCOMER, admin_actions.revoke_key, RevokeKey, Recorded),
+    SignedRoute("POST", "/v1/admin/{action}", _ADMIN, admin_actions.give_order, AdminOrder, Recorded),
+    SignedRoute("POST", "/v1/checks/claim", _VALIDATOR, verdicts.claim, AskClaim, Claim),
+    SignedRoute("GET", "/v1/checks/{lease_id}", _VALIDATOR, verdicts.look_again, None, Claim),
+    SignedRoute(
         "POST",
         "/v1/checks/{lease_id}/verdict",
         _VALIDATOR,
@@ -217,11 +190,11 @@ SIGNED_ROUTES = (
         LeaseStatus,
         max_body=LARGE_BODY,
     ),
-    _signed("GET", "/v1/objects/{name}", _TRAINER | _VALIDATOR, get_object, None, None),
-    _signed("POST", "/v1/policies", _TRAINER, versions.announce, Announce, Recorded, max_body=LARGE_BODY),
-    _signed("GET", "/v1/batches/{version}", _TRAINER, get_batch, None, Batch),
-    _signed("POST", "/v1/relays", _REPORTER, relays.report, RelayReport, HeartbeatReply),
-    _signed("POST", "/v1/tickets", _MEMBER, relays.issue_ticket, None, Sealed[Ticket]),
+    SignedRoute("GET", "/v1/objects/{name}", _TRAINER | _VALIDATOR, get_object, None, None),
+    SignedRoute("POST", "/v1/policies", _TRAINER, versions.announce, Announce, Recorded, max_body=LARGE_BODY),
+    SignedRoute("GET", "/v1/batches/{version}", _TRAINER, get_batch, None, Batch),
+    SignedRoute("POST", "/v1/relays", _REPORTER, relays.report, RelayReport, HeartbeatReply),
+    SignedRoute("POST", "/v1/tickets", _MEMBER, relays.issue_ticket, None, Sealed[Ticket]),
 )
 
 
@@ -234,7 +207,7 @@ class HealthView(Record):
 
 
 def get_health(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
-    return HealthView(run=coordinator.spec.run, ledger_seq=ledger_chain.head_seq(db))
+    return HealthView(run=coordinator.spec.run, ledger_seq=ledger_chain.read_head(db)[0])
 
 
 def get_ready(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
@@ -264,16 +237,9 @@ def get_policy(db: Connection, coordinator: Coordinator, request: Request) -> Se
 
 
 def get_ledger(db: Connection, coordinator: Coordinator, request: Request) -> list[Record]:
-    from_seq = _number(request, "from_seq", 1)
-    limit = _number(request, "limit", ledger_chain.PAGE)
+    from_seq = query_number(request, "from_seq", 1)
+    limit = query_number(request, "limit", ledger_chain.PAGE)
     return [*ledger_chain.read_page(db, from_seq, min(limit, ledger_chain.PAGE))]
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not _NUMBER.fullmatch(text):
-        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
-    return int(text)
 
 
 def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> RolloutPage:
@@ -288,7 +254,7 @@ def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> 
             version=_number_or_none(request, "version"),
             reward=_reward(request),
             before=_number_or_none(request, "before"),
-            limit=max(1, _number(request, "limit", 8)),
+            limit=max(1, query_number(request, "limit", 8)),
             **texts,
         ),
     )
@@ -302,7 +268,7 @@ def _text(request: Request, name: str) -> str:
 
 
 def _number_or_none(request: Request, name: str) -> int | None:
-    return _number(request, name, 0) if request.query_params.get(name) else None
+    return query_number(request, name, 0) if request.query_params.get(name) else None
 
 
 def _reward(request: Request) -> float | None:

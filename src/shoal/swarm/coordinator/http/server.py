@@ -44,7 +44,7 @@ from shoal.swarm.coordinator.http.router import (
     problem,
     to_json,
 )
-from shoal.swarm.coordinator.http.routes import PUBLIC_ROUTES, SIGNED_ROUTES
+from shoal.swarm.coordinator.http.routes import PATH_PARSERS, PUBLIC_ROUTES, SIGNED_ROUTES
 from shoal.swarm.coordinator.http.upload_receiver import Receiver
 from shoal.swarm.coordinator.leases import uploads
 from shoal.swarm.coordinator.leases.issue import check_upload_limit
@@ -87,8 +87,8 @@ class RunApp:
         self._router = Router(
             coordinator,
             SIGNED_ROUTES,
+            PATH_PARSERS,
             self._writer,
-            upload_path=uploads.PATH,
             receive_upload=self._receiver.receive,
             public=self.public,
             authorities=authorities,
@@ -206,12 +206,11 @@ class AnswerCache:
 def _answer_errors(app: Starlette, coordinator: Coordinator) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Rejected)
-        now_s = coordinator.clock()
-        return problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+        return problem(coordinator, error)
 
     async def refuse_route(request: Request, error: Exception) -> Response:
         detail = f"there is no {request.method} {request.url.path[:200]}"
-        return problem("request.not_found", detail, now_s=coordinator.clock())
+        return problem(coordinator, Rejected("request.not_found", detail))
 
     async def fail(request: Request, error: Exception) -> Response:
         return failure(coordinator, request.scope, error)
@@ -249,9 +248,8 @@ class RunPool:
             await self._apps[name]({**scope, "path": path}, receive, send)
         else:
             known = ", ".join(self._apps)
-            detail = f"no run {name[:80]!r} here; there are {known}"
-            now_s = self._first.coordinator.clock()
-            await problem("request.not_found", detail, now_s=now_s)(scope, receive, send)
+            unknown = Rejected("request.not_found", f"no run {name[:80]!r} here; there are {known}")
+            await problem(self._first.coordinator, unknown)(scope, receive, send)
 
     def close_feeds(self) -> None:
         for app in self._apps.values():
@@ -269,9 +267,8 @@ class RunPool:
         if scope["path"] == "/readyz":
             for name, app in self._apps.items():
                 if stalled := app.coordinator.health.stalled():
-                    detail = f"{name}: {'; '.join(stalled)}"
-                    now_s = app.coordinator.clock()
-                    await problem("request.not_ready", detail, now_s=now_s)(scope, receive, send)
+                    not_ready = Rejected("request.not_ready", f"{name}: {'; '.join(stalled)}")
+                    await problem(app.coordinator, not_ready)(scope, receive, send)
                     return
         await self._first(scope, receive, send)
 
@@ -279,8 +276,7 @@ class RunPool:
         try:
             return await self._list_cached(request)
         except Rejected as error:
-            now_s = self._first.coordinator.clock()
-            return problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+            return problem(self._first.coordinator, error)
 
     def _list(self) -> RunList:
         """Returns all runs by need: finished runs last, then by live workers for each group of a step."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Row, delete, exists, func, or_, select
 
-from shoal.swarm.coordinator.context import Transaction
+from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.rules.lease_states import OPEN
 from shoal.swarm.coordinator.store.schema import debts, epochs, leases
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
@@ -58,22 +58,24 @@ def commitment(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
 
-def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> None:
+def reveal_ended(tx: Transaction, coordinator: Coordinator) -> None:
     """Reveals every epoch whose leases have all ended and of which no work is owed. An epoch that can still grow is kept secret.
 
     When the run is over, no work is leased again, so debts end and all epochs without open leases are revealed.
     """
-    if run_over:
+    least = coordinator.config.leases_per_epoch
+    if is_finished(tx.db, coordinator.spec):
         tx.write(delete(debts))
-    for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
+        least = 0
+    for row in _ENDED.rows(tx.db, least=least):
         tx.update(EPOCHS, row.epoch, revealed_at_s=tx.now_s)
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
 
 
-def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
+def reveal_after(tx: Transaction, coordinator: Coordinator, epoch: int) -> None:
     """Reveals what can be revealed after a lease of `epoch` has ended: nothing, while it has another open lease or a debt."""
-    if run_over or _USED.row(tx.db, number=epoch) is None:
-        reveal_ended(tx, leases_per_epoch, run_over=run_over)
+    if _USED.row(tx.db, number=epoch) is None or is_finished(tx.db, coordinator.spec):
+        reveal_ended(tx, coordinator)
 
 
 def add_debt(tx: Transaction, unit: Row[Any]) -> None:

@@ -10,8 +10,7 @@ not keep a chunk from others.
 A node that gets a chunk again gets the same seed. It could otherwise provoke void verdicts until it likes the answers.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
@@ -56,23 +55,6 @@ _VOIDED = Statement(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalAsker:
-    """The node that asks for held-out work."""
-
-    node: str
-    proven: bool
-    record: int
-    """Accepted submissions from which the leases of other nodes keep a chunk from a proven one."""
-    now_s: float
-    lease_s: float
-
-    @property
-    def taken_since_s(self) -> float:
-        """Returns the time since when a lease must have been issued to keep its chunk from other nodes."""
-        return self.now_s - self.lease_s * LEASE_SHARE
-
-
 def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
     return version % eval_every == 0 or version == last_version
 
@@ -95,20 +77,31 @@ def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
 
 
 def next_chunk(
-    db: Connection, asker: EvalAsker, *, newest: int, keep_versions: int, last_version: int
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], *, newest: int, proven: bool, record: int
 ) -> EvalChunk | None:
-    """Returns the chunk to lease to a node. Versions that relays no longer keep cannot be evaluated any more."""
-    if not asker.proven and newest < last_version:
+    """Returns the chunk to lease to a node. Versions that relays no longer keep cannot be evaluated any more.
+
+    Leases of nodes with fewer than `record` accepted submissions, or none, do not keep a chunk from a proven node.
+    """
+    spec = coordinator.spec
+    if not proven and newest < spec.last_version:
         return None
-    for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
+    taken_since_s = tx.now_s - coordinator.config.lease_s * LEASE_SHARE
+    for evaluation in _PENDING.rows(tx.db, gone=newest - spec.keep_versions):
         version, task = evaluation.version, evaluation.task
-        if _must_wait(db, asker, version):
+        if _must_wait(tx, coordinator, node, version):
             continue
-        holders, accepted = _holders(db, asker, version, task), _accepted_chunks(db, version, task)
+        holders, taken = Counter[int](), _accepted_chunks(tx.db, version, task)
+        for held in _HOLDERS.rows(tx.db, number=version, label=task):
+            own = held.node == node.node
+            if own or not proven or held.accepted >= max(1, record):
+                holders[held.chunk] += 1
+                if own or held.issued_at_s > taken_since_s:
+                    taken.add(held.chunk)
         free = [
-            (len(holders[index]), index, size)
+            (holders[index], index, size)
             for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts))
-            if index not in accepted and not _is_taken(holders[index], asker)
+            if index not in taken
         ]
         if free:
             _, index, size = min(free)
@@ -124,28 +117,15 @@ def voided_unit(db: Connection, node: str, version: int, task: str, chunk: int) 
     return unit
 
 
-def _holders(db: Connection, asker: EvalAsker, version: int, task: str) -> dict[int, list[tuple[str, float]]]:
-    """Returns who holds a lease of each chunk, and since when. A proven node does not wait for nodes with much less accepted work."""
-    holders: dict[int, list[tuple[str, float]]] = defaultdict(list)
-    for row in _HOLDERS.rows(db, number=version, label=task):
-        if row.accepted >= max(1, asker.record) or not asker.proven or row.node == asker.node:
-            holders[row.chunk].append((row.node, row.issued_at_s))
-    return holders
-
-
-def _must_wait(db: Connection, asker: EvalAsker, version: int) -> bool:
+def _must_wait(tx: Transaction, coordinator: Coordinator, node: Row[Any], version: int) -> bool:
     """Returns whether the node gave chunks of this version back or let them expire, and others are to be asked first.
 
     It waits until the deadline of the last one, and `lease_s` more for each. For ever would be too long: an evaluation that every
     node has let go once, for example because answers were lost on the way, would never be complete.
     """
-    lost = _LET_GO.row(db, number=version, name=asker.node)
+    lost = _LET_GO.row(tx.db, number=version, name=node.node)
     assert lost is not None, "a count is one row"
-    return bool(lost.times) and asker.now_s < lost.deadline_s + lost.times * asker.lease_s
-
-
-def _is_taken(holders: list[tuple[str, float]], asker: EvalAsker) -> bool:
-    return any(node == asker.node or issued_s > asker.taken_since_s for node, issued_s in holders)
+    return bool(lost.times) and tx.now_s < lost.deadline_s + lost.times * coordinator.config.lease_s
 
 
 def _accepted_chunks(db: Connection, version: int, task: str) -> set[int]:
@@ -172,9 +152,9 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
             reward_sum=sum(rewards),
             rollouts=len(rewards),
             prompts=lease.num_prompts,
-            right=_counted(verdict, "right", len(rewards)),
-            passed=_counted(verdict, "passed", lease.num_prompts),
-            majority=_counted(verdict, "majority", lease.num_prompts),
+            right=counted(verdict, "right", len(rewards)),
+            passed=counted(verdict, "passed", lease.num_prompts),
+            majority=counted(verdict, "majority", lease.num_prompts),
         )
     )
     own = (evaluations.c.version == version, evaluations.c.task == task)
@@ -195,7 +175,7 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
     return bool(version == coordinator.spec.last_version and _all_complete(tx.db, version))
 
 
-def _counted(verdict: Verdict, name: str, most: int) -> int:
+def counted(verdict: Verdict, name: str, most: int) -> int:
     """Returns a count of the verdict's evidence; 0 if the validator does not count it."""
     count = verdict.evidence.get(name, 0)
     return min(max(count, 0), most) if isinstance(count, int) else 0
@@ -237,10 +217,8 @@ def views(db: Connection, *which: ColumnElement[bool]) -> tuple[Evaluation, ...]
         .order_by(evaluations.c.version, evaluations.c.task)
     )
     return tuple(
-        Evaluation(
-            version=row.version,
-            task=row.task,
-            samples=row.samples,
+        Evaluation.copied_from(
+            row,
             reward_mean=row.reward_sum / int(row.rollouts),
             rollouts=int(row.rollouts),
             complete=row.completed_at_s is not None,

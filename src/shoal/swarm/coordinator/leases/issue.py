@@ -3,12 +3,11 @@
 import hashlib
 import random
 import secrets
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, not_, select
 
-from shoal.swarm.coordinator.context import Coordinator, LeasedTask, RunState, Transaction, run_state
+from shoal.swarm.coordinator.context import Coordinator, RunState, Transaction, run_state
 from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
 from shoal.swarm.coordinator.membership import accounts, admission, relays
@@ -20,10 +19,9 @@ from shoal.swarm.coordinator.membership.nodes import (
 )
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
 from shoal.swarm.coordinator.rules.difficulty import choose_attempts, problem_numbers
-from shoal.swarm.coordinator.rules.lease_account import LeaseAccount
+from shoal.swarm.coordinator.rules.lease_account import NODE, LeaseAccount, most_open
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import (
-    EvalChunk,
     NoWork,
     PlanningInputs,
     PlanningTerms,
@@ -97,7 +95,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     node, held = tx.caller(), awaited_of(tx.db, tx.actor)
     _check_overdue(tx, held)
     _check_eligible(tx, coordinator, node, state)
-    account = accounts.node_account(tx, coordinator, node)
+    account = accounts.account_of(tx, coordinator, node)
     again = _lease_again(tx, coordinator, node, held, account, ask.holds)
     if again is not None:
         tx.update(LEASES, again.lease_id, session_epoch=node.session_epoch)
@@ -172,7 +170,7 @@ def _check_lapses(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> 
 def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any], account: LeaseAccount) -> int:
     config = coordinator.config
     earned = open_leases(standing_of(node), most=config.max_open_leases, trusted_after=config.trusted_after)
-    earned = accounts.limit_open(account, earned)
+    earned = most_open(account, NODE, earned)
     staked = admission.staked_leases(tx.db, coordinator, node.owner or node.node)
     return earned if staked is None else min(earned, staked)
 
@@ -236,17 +234,19 @@ def _planning_inputs(
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
-    record = _record(node)
+    proven, record = is_proven(node), _record(node)
     coming, hoped = groups_in_flight(tx.db, oldest, tx.now_s, record)
     return PlanningInputs(
         newest_version=newest,
         last_version=spec.last_version,
         finished=state.finished_version == spec.last_version,
-        relays=relays.usable(relays.reports(tx.db), tx.now_s, config.heartbeat_s, newest),
+        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s, newest),
         standing=standing_of(node),
-        proven=is_proven(node),
+        proven=proven,
         rows_per_s=node.rows_per_s,
-        chunk=None if newest is None else _next_chunk(tx, coordinator, node, newest),
+        chunk=None
+        if newest is None
+        else evaluations.next_chunk(tx, coordinator, node, newest=newest, proven=proven, record=record),
         ready_groups=batches.count_ready(tx.db, oldest, config.max_unchecked_share),
         proven_groups=coming,
         newcomer_groups=hoped,
@@ -262,22 +262,8 @@ def _record(node: Row[Any]) -> int:
     return min(RECORD, int(RECORD_SHARE * node.accepted))
 
 
-def _next_chunk(tx: Transaction, coordinator: Coordinator, node: Row[Any], newest: int) -> EvalChunk | None:
-    asker = evaluations.EvalAsker(
-        node=node.node,
-        proven=is_proven(node),
-        record=_record(node),
-        now_s=tx.now_s,
-        lease_s=coordinator.config.lease_s,
-    )
-    spec = coordinator.spec
-    return evaluations.next_chunk(
-        tx.db, asker, newest=newest, keep_versions=spec.keep_versions, last_version=spec.last_version
-    )
-
-
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
-    lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
+    lease = _compose(tx, coordinator, node, work)
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
     public = {  # in the table and in the ledger
@@ -323,71 +309,47 @@ def _recorded_problems(coordinator: Coordinator, lease: Lease) -> dict[str, Any]
     return {"attempts": list(lease.attempts), "problems": numbers, "num_problems": size}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeedOrigin:
-    """Where the seed of a lease comes from: it is new, or it is the seed of an earlier lease that the same node gave back or that became
-    void."""
-
-    lease_id: str
-    unit: str | None
-    epoch: int
-    seed: str
-    num_prompts: int
-    lease_s: float
-    """Seconds from the issue to the deadline."""
-    attempts: tuple[int, ...] = ()
-    """The attempts of the lease that is repeated. If they were chosen again, a node could get other problems by giving leases back."""
-
-
-def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
-    lease_id = secrets.token_hex(16)
+def _work_to_repeat(tx: Transaction, node: Row[Any], work: Work) -> Lease | None:
+    """Returns the node's first lease of work that it gets again, because it owes it or because it became void; None for new work."""
     if work.purpose == "train":
         unit = epochs.take_debt(tx, node.node)
     else:
         unit = evaluations.voided_unit(tx.db, node.node, work.versions[0], work.evaluation, work.chunk)
-    if unit is not None:
-        first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
+    return None if unit is None else Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
+
+
+def _compose(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Lease:
+    config, spec = coordinator.config, coordinator.spec
+    lease_id, first = secrets.token_hex(16), _work_to_repeat(tx, node, work)
+    if first is None:
+        epoch, secret = epochs.secret_for_lease(tx, config.leases_per_epoch)
+        seed, num_prompts = lease_seed(secret, lease_id, tx.actor), work.num_prompts
+        lease_s = config.lease_s
+    else:
         # All prompts of the first lease, also if fewer are needed now: a node could otherwise choose the time at which the prompts
         # that it does not like are not leased again.
-        count = len(first.prompts)
-        return SeedOrigin(
-            lease_id=lease_id,
-            unit=unit,
-            epoch=first.epoch,
-            seed=first.seed,
-            num_prompts=count,
-            lease_s=owed_lease_s(standing_of(node), lease_s=coordinator.config.lease_s, num_prompts=count),
-            attempts=first.attempts,
-        )
-    epoch, secret = epochs.secret_for_lease(tx, coordinator.config.leases_per_epoch)
-    seed = lease_seed(secret, lease_id, tx.actor)
-    return SeedOrigin(
-        lease_id=lease_id,
-        unit=None,
-        epoch=epoch,
-        seed=seed,
-        num_prompts=work.num_prompts,
-        lease_s=coordinator.config.lease_s,
-    )
-
-
-def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: SeedOrigin) -> Lease:
-    config, spec = coordinator.config, coordinator.spec
-    lease_id, seed = origin.lease_id, origin.seed
+        epoch, seed, num_prompts = first.epoch, first.seed, len(first.prompts)
+        lease_s = owed_lease_s(standing_of(node), lease_s=config.lease_s, num_prompts=num_prompts)
     if work.purpose == "train":
         leased = coordinator.trained[choose_task(seed, [one.spec.weight for one in coordinator.trained])]
         sampling = spec.sampling.of(leased.spec)
-        attempts = origin.attempts or _choose_attempts(tx, coordinator, leased, origin)
     else:
         _, leased = coordinator.find_evaluation(work.evaluation)
         own = spec.sampling.of(leased.spec)
-        sampling, attempts = own.model_copy(update={"samples_per_prompt": work.samples_per_prompt}), ()
+        sampling = own.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
+    if first is not None:
+        # If attempts were chosen again, a node could get other problems by giving leases back.
+        attempts = first.attempts
+    elif work.purpose == "train" and leased.spec.difficulty:
+        attempts = _choose_attempts(tx, coordinator, leased.spec.title, seed, num_prompts)
+    else:
+        attempts = ()
     seeds = problem_seeds(
         seed,
         run=spec.run,
         purpose=work.purpose,
         chunk=work.chunk,
-        num_prompts=origin.num_prompts,
+        num_prompts=num_prompts,
         attempts=attempts,
     )
     problems = [pose_problem(leased.task, work.purpose, problem_seed) for problem_seed in seeds]
@@ -402,8 +364,8 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         run=spec.run,
         node=tx.actor,
         purpose=work.purpose,
-        epoch=origin.epoch,
-        unit=origin.unit,
+        epoch=epoch,
+        unit=None if first is None else first.lease_id,
         seed=seed,
         chunk=work.chunk,
         policies=_policy_refs(tx.db, work.versions),
@@ -418,23 +380,16 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         proof=spec.proof,
         max_bytes=min(max_bytes(said, sampling, spec.proof), config.max_upload_bytes),
         issued_at_s=tx.now_s,
-        deadline_s=tx.now_s + origin.lease_s,
+        deadline_s=tx.now_s + lease_s,
     )
 
 
 def _choose_attempts(
-    tx: Transaction, coordinator: Coordinator, leased: LeasedTask, origin: SeedOrigin
+    tx: Transaction, coordinator: Coordinator, title: str, seed: str, num_prompts: int
 ) -> tuple[int, ...]:
-    """Returns the attempts of difficulty sampling; none for a task without it."""
-    if not leased.spec.difficulty or origin.unit is not None:
-        return ()
-    title = leased.spec.title
-    return choose_attempts(
-        origin.seed,
-        origin.num_prompts,
-        coordinator.num_problems(title),
-        lambda problem: batches.pass_rate(tx.db, title, problem),
-    )
+    """Returns the attempts of difficulty sampling for a task."""
+    size = coordinator.num_problems(title)
+    return choose_attempts(seed, num_prompts, size, lambda problem: batches.pass_rate(tx.db, title, problem))
 
 
 def _policy_refs(db: Connection, versions: tuple[int, ...]) -> tuple[PolicyRef, ...]:

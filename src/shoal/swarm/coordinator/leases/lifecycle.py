@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Row, Select, and_, func, or_, select, update
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
+from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import epochs
 from shoal.swarm.coordinator.leases.lease_rows import (
     LEASES,
@@ -84,8 +84,7 @@ def end(  # noqa: PLR0913 - everything that the end of a lease changes
         accounts.count_end(tx, coordinator, lease, get_node(tx.db, lease.node), code)
     if code in OWED and lease.purpose == "train":
         epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
-    run_over = is_finished(tx.db, coordinator.spec)
-    epochs.reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
+    epochs.reveal_after(tx, coordinator, lease.epoch)
 
 
 def _delete_file(tx: Transaction, coordinator: Coordinator, lease_id: str) -> None:
@@ -184,18 +183,13 @@ def void_all(
     for lease in rows:
         void(tx, coordinator, lease, code, detail)
     epochs.end_debts_of(tx, node)
-    _reveal(tx, coordinator)
+    epochs.reveal_ended(tx, coordinator)
 
 
 def end_old_debts(tx: Transaction, coordinator: Coordinator) -> None:
     """Ends debts that are too old and reveals the epochs that waited for them. Housekeeping calls it once a minute."""
     epochs.end_old_debts(tx)
-    _reveal(tx, coordinator)
-
-
-def _reveal(tx: Transaction, coordinator: Coordinator) -> None:
-    run_over = is_finished(tx.db, coordinator.spec)
-    epochs.reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=run_over)
+    epochs.reveal_ended(tx, coordinator)
 
 
 def expire(tx: Transaction, coordinator: Coordinator, lease: Row[Any]) -> None:
@@ -255,4 +249,4 @@ def finish_run(tx: Transaction, coordinator: Coordinator) -> None:
     version = coordinator.spec.last_version
     tx.write(update(run).values(finished_version=version))
     tx.record("run.finished", version=version)
-    epochs.reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=True)
+    epochs.reveal_ended(tx, coordinator)

@@ -41,10 +41,7 @@ def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit
     check_deliverable(tx, lease, ask.epoch)
     newest = newest_version(tx.db)
     assert newest is not None, "a lease was issued, so a policy was published"
-    stale = lease.purpose == "train" and is_stale(newest, ask.policy_version, coordinator.spec.max_lag)
-    _check_version(lease, ask.policy_version)
-    if stale:
-        _check_newer_is_stale(lease, ask.policy_version, newest, coordinator.spec.max_lag)
+    stale = _check_version(lease, ask.policy_version, newest, coordinator.spec.max_lag)
     _check_stored(tx, coordinator, ask, lease_id)
     receipt = _receive(tx, coordinator, lease, ask)
     if stale:
@@ -64,31 +61,25 @@ def _again(found: Row[Any], ask: Submit) -> Sealed[Receipt]:
     return Sealed[Receipt].parse(found.receipt)
 
 
-def _check_version(lease: Row[Any], version: int) -> None:
-    allowed = _leased_versions(lease)
-    if version not in allowed:
-        raise Rejected(
-            "request.conflict", f"version {version} was not leased; lease {lease.lease_id} allows {allowed}"
-        )
-
-
-def _check_newer_is_stale(lease: Row[Any], version: int, newest: int, max_lag: int) -> None:
-    """Raises Rejected for a stale version while a newer leased version could still be used.
-
-    The lease stays open: a node could otherwise let go of a seed by its choice of the version.
+def _check_version(lease: Row[Any], version: int, newest: int, max_lag: int) -> bool:
+    """Returns whether a submission made with this version is stale. Raises Rejected for a version that was not leased, or that is
+    stale while a newer leased one could still be used: the lease stays open, because a node could otherwise let go of a seed by its
+    choice of the version.
     """
-    last = _leased_versions(lease)[-1]
-    if not is_stale(newest, last, max_lag):
+    # Plain JSON: the coordinator sealed this lease itself, so parsing and verifying it again would only cost time.
+    leased = [policy["version"] for policy in json.loads(lease.sealed)["body"]["policies"]]
+    if version not in leased:
+        raise Rejected(
+            "request.conflict", f"version {version} was not leased; lease {lease.lease_id} allows {leased}"
+        )
+    stale = lease.purpose == "train" and is_stale(newest, version, max_lag)
+    if stale and not is_stale(newest, leased[-1], max_lag):
         raise Rejected(
             "request.conflict",
             f"version {version} is stale, {newest - version} behind {newest}; generate the rollouts of lease {lease.lease_id} "
-            f"with version {last} and submit them, or give the lease back",
+            f"with version {leased[-1]} and submit them, or give the lease back",
         )
-
-
-def _leased_versions(lease: Row[Any]) -> list[int]:
-    # Plain JSON: the coordinator sealed this lease itself, so parsing and verifying it again would only cost time.
-    return [policy["version"] for policy in json.loads(lease.sealed)["body"]["policies"]]
+    return stale
 
 
 def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_id: str) -> None:
@@ -106,16 +97,18 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
 
 
 def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Submit) -> Sealed[Receipt]:
-    what = {"sha256": ask.sha256, "num_bytes": ask.num_bytes, "policy_version": ask.policy_version}
+    what: dict[str, Any] = {
+        "sha256": ask.sha256,
+        "num_bytes": ask.num_bytes,
+        "policy_version": ask.policy_version,
+    }
     # Before the receipt: an operator that committed to the secret of the draw after it could choose the draw.
     drawn = _draw_checks(tx, coordinator, lease, ask.sha256)
     seq = tx.record("submission.received", lease_id=lease.lease_id, node=lease.node, **what)
     receipt = Receipt(
         lease_id=lease.lease_id,
         node=lease.node,
-        sha256=ask.sha256,
-        num_bytes=ask.num_bytes,
-        policy_version=ask.policy_version,
+        **what,
         received_at_s=tx.now_s,
         seq=seq,
     )

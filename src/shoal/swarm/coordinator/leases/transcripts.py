@@ -171,12 +171,10 @@ def _read_groups(db: Connection, query: RolloutQuery, row: Row[Any]) -> list[Rol
     states = _states(db, [f"{row.lease_id}-{index}" for index in matching])
     evidence = {name: value for name, value in verdict.evidence.items() if name not in _HIDDEN}
     return [
-        RolloutGroup(
+        RolloutGroup.copied_from(
+            row,
             group_id=(group_id := f"{row.lease_id}-{index}"),
             held_out=row.purpose == "eval",
-            task=row.task,
-            policy_version=row.policy_version,
-            node=row.node,
             given_at_s=round(given_at_s, 1),
             prompt=lease.prompts[index],
             expected=texts[index].expected,

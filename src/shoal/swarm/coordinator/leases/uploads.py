@@ -9,6 +9,7 @@ import threading
 from dataclasses import asdict
 
 from sqlalchemy import Connection, case, select
+from sqlalchemy.exc import DBAPIError
 
 from shoal.net.object_store import LocalStore
 from shoal.net.s3_store import S3Store, StoreDown
@@ -30,7 +31,7 @@ from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
-PATH = "/v1/objects/"
+UPLOAD_PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
 MOST_DECLARED = 20
 """How often a node may declare other bytes during `lease_s`, if they go to an object store."""
@@ -95,7 +96,7 @@ def _check_redeclared(tx: Transaction, coordinator: Coordinator, lease_id: str, 
 
 def _place(coordinator: Coordinator, wanted: ExpectedUpload) -> Upload:
     url = coordinator.store.upload_url(wanted)
-    return Upload(path="" if url else PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
+    return Upload(path="" if url else UPLOAD_PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
 
 
 def find_expected(db: Connection, token: str, now_s: float) -> ExpectedUpload:
@@ -178,12 +179,12 @@ def sweep(coordinator: Coordinator, store: S3Store) -> int:
 
 
 def keep_sweeping(coordinator: Coordinator, store: S3Store, stop: threading.Event) -> None:
-    """Sweeps once an hour until `stop`. A store that does not answer is swept an hour later: leftovers only cost space."""
+    """Sweeps once an hour until `stop`. If store or database do not answer, it is an hour later: leftovers only cost space."""
     while True:
         try:
             if removed := sweep(coordinator, store):
                 coordinator.log.info("swept the object store", removed=removed)
-        except StoreDown as error:
+        except (StoreDown, DBAPIError, coordinator.database.driver_error) as error:
             coordinator.log.warning("objects that were never submitted could not be deleted", reason=error)
         if stop.wait(SWEEP_S):
             return

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, or_, select
+from sqlalchemy import Connection, Row, case, func, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, count_calibrations, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
@@ -13,7 +13,6 @@ from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     IS_RELIABLE,
     change_standing,
-    change_standing_of,
     count_verdict,
     get_node,
     why_rejected,
@@ -21,13 +20,13 @@ from shoal.swarm.coordinator.membership.nodes import (
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import node_status
-from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE, Sums, scores_of
+from shoal.swarm.coordinator.rules.cumulative_evidence import EXCUSABLE, GIVEN_CODE, Sums, scores_of
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
-from shoal.swarm.coordinator.store.schema import leases, nodes, submissions, uploads, verdicts
+from shoal.swarm.coordinator.store.schema import calibrations, leases, nodes, submissions, uploads, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
+from shoal.wire.codes import ACCEPTED, CODES, RECALIBRATING, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -131,7 +130,12 @@ _UNCERTAIN_BEFORE = Statement(
         submissions.c.policy_version == given("version"),
     )
 )
-_GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
+_CALIBRATED_AT = Statement(
+    select(func.coalesce(func.max(calibrations.c.from_version), -1)).where(
+        calibrations.c.from_version <= given("version")
+    )
+)
+_GIVEN = Statement(select(verdicts.c.body).where(verdicts.c.lease_id == given("id")))
 
 
 def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
@@ -151,7 +155,8 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     until_s = tx.now_s + coordinator.config.claim_s
     move(tx, row, LeaseEvent.CLAIM)
     tx.update(SUBMISSIONS, row.lease_id, claimed_by=validator, claimed_at_s=tx.now_s, claimed_until_s=until_s)
-    return _to_claim(tx, coordinator, row, until_s=until_s)
+    found = _make_claim(row, checks=row.checks, until_s=until_s)
+    return _with_servers(tx, coordinator, found, calibrations=count_calibrations(tx.db))
 
 
 def _is_turn_of_unreliable(db: Connection) -> bool:
@@ -163,11 +168,7 @@ def _is_turn_of_unreliable(db: Connection) -> bool:
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
     """Returns a submission for an audit: every check is asked for, and nothing changes."""
-    claim = stored_claim(tx.db, lease_id)
-    serves = _serving(tx, coordinator, claim.policy_version)
-    return claim.model_copy(
-        update={"deadline_s": tx.now_s, "relays": serves, "origin": relays.origin_url(tx.db)}
-    )
+    return _with_servers(tx, coordinator, stored_claim(tx.db, lease_id), deadline_s=tx.now_s)
 
 
 def stored_claim(db: Connection, lease_id: str) -> Claim:
@@ -182,35 +183,20 @@ def stored_claim(db: Connection, lease_id: str) -> Claim:
     return _make_claim(row, checks="full", until_s=row.received_at_s)
 
 
-def _serving(tx: Transaction, coordinator: Coordinator, version: int) -> tuple[str, ...]:
-    """Returns the relays that serve a version."""
-    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s, version)
-    return serving(live, range(version, version + 1))[0]
-
-
-def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
-    claim = _make_claim(row, checks=row.checks, until_s=until_s)
-    serves = _serving(tx, coordinator, row.policy_version)
-    return claim.model_copy(
-        update={
-            "relays": serves,
-            "origin": relays.origin_url(tx.db),
-            "calibrations": count_calibrations(tx.db),
-        }
-    )
+def _with_servers(tx: Transaction, coordinator: Coordinator, claim: Claim, **values: Any) -> Claim:
+    """Returns the claim with the relays and the origin that serve its version now, and with these values."""
+    version = claim.policy_version
+    live = relays.usable(tx.db, tx.now_s, coordinator.config.heartbeat_s, version)
+    urls, _ = serving(live, range(version, version + 1))
+    return claim.model_copy(update={"relays": urls, "origin": relays.origin_url(tx.db), **values})
 
 
 def _make_claim(row: Row[Any], *, checks: Checks, until_s: float) -> Claim:
-    return Claim(
+    return Claim.copied_from(
+        row,
         lease=Sealed[Lease].parse(row.sealed).body,
         checks=checks,
-        relays=(),
-        policy_version=row.policy_version,
-        sha256=row.sha256,
-        num_bytes=row.num_bytes,
-        received_at_s=row.received_at_s,
         deadline_s=until_s,
-        copy_of=row.copy_of,
         lapses=row.lapsed_claims,
     )
 
@@ -264,18 +250,13 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         update={"detail": verdict.detail.replace("\0", "\\0")}
     )  # see messages.ShortText
     lease = find_lease(tx.db, lease_id)
-    # Every verdict ends its lease, so an open lease has none.
-    earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
-    # The evidence of other submissions may have changed the code of the validator's first answer.
-    changed = (earlier, verdict.code) in {
-        (ACCUMULATED, ACCEPTED),
-        (ACCUMULATED, UNCERTAIN),
-        (UNCERTAIN, ACCEPTED),
-    } or earlier == RECALIBRATING
-    if earlier is not None and earlier != verdict.code and not changed:
-        raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
-    # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
-    if earlier is not None or lease.state in TERMINAL:
+    if lease.state in TERMINAL:
+        body = _GIVEN.value(tx.db, id=lease_id)
+        if body is not None and (given := _code_given(Verdict.parse(body))) != verdict.code:
+            raise Rejected(
+                "request.conflict", f"lease {lease_id} has the verdict {given}, not {verdict.code}"
+            )
+        # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
         return status(lease)
     submission = SUBMISSIONS.find(tx.db, lease_id)
     if submission is None or submission.claimed_by is None:
@@ -284,13 +265,26 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         )
     if verdict.code == ACCEPTED:
         _check_accepted(coordinator, lease, verdict)
-        # The node lost its trust during the check, so the submission needs every check now.
-        if submission.checks == "full" and verdict.checks != "full":
-            if lease.state == LeaseState.CHECKING:
-                move(tx, lease, LeaseEvent.RELEASE)
-            return status(find_lease(tx.db, lease_id))
+    if _must_check_again(tx, submission, verdict):
+        if lease.state == LeaseState.CHECKING:
+            move(tx, lease, LeaseEvent.RELEASE)
+        return status(find_lease(tx.db, lease_id))
     _apply(tx, coordinator, lease, submission, verdict)
     return status(find_lease(tx.db, lease_id))
+
+
+def _must_check_again(tx: Transaction, submission: Row[Any], verdict: Verdict) -> bool:
+    """Returns whether something has changed during the check that makes its verdict void."""
+    if verdict.code == ACCEPTED:
+        # The node lost its trust, so the submission needs every check now.
+        return bool(submission.checks == "full" and verdict.checks != "full")
+    # The run measured its noise again: by the new calibration the work may be correct.
+    judged_by = verdict.evidence.get("calibrated_at")
+    return (
+        verdict.code in EXCUSABLE
+        and judged_by is not None
+        and judged_by != _CALIBRATED_AT.value(tx.db, version=submission.policy_version)
+    )
 
 
 def _check_code(lease_id: str, verdict: Verdict) -> None:
@@ -332,12 +326,13 @@ def _apply(
     found = accounts.add_evidence(
         tx, coordinator, node, verdict, version=submission.policy_version, earlier=earlier
     )
-    if reason := found.excused or found.convicted or found.doubtful:
-        convicted = ACCUMULATED if found.convicted is not None else UNCERTAIN
+    if found is not None:
+        # A conviction is about all submissions together; an excuse is about this one, so its reason stays.
+        given = f" [{verdict.code}: {verdict.detail}]" if found.code == RECALIBRATING else ""
         verdict = Verdict(
             lease_id=lease.lease_id,
-            code=RECALIBRATING if found.excused is not None else convicted,
-            detail=reason,
+            code=found.code,
+            detail=found.detail + given,
             evidence=verdict.evidence | {GIVEN_CODE: verdict.code},
             checks=verdict.checks,
         )
@@ -369,7 +364,7 @@ def _apply(
         checks=verdict.checks,
         credit=credit,
         graded=len(verdict.rewards) if accepted else 0,
-        unparseable=_unparseable(verdict) if accepted else 0,
+        unparseable=evaluations.counted(verdict, "unparseable", len(verdict.rewards)) if accepted else 0,
         body=verdict.model_dump_json(exclude={"transcript"}),
         given_at_s=tx.now_s,
     )
@@ -382,15 +377,14 @@ def _apply(
         _punish(tx, coordinator, lease, verdict)
     elif accepted:
         full = verdict.checks == "full"
-        change_standing_of(
-            tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
-        )
+        event = TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST
+        change_standing(tx, coordinator, lease.node, event, "")
         if full and is_draw_open(submission.draw_rate, lease.purpose):
             after = get_node(tx.db, lease.node)
             batches.release_held(tx, coordinator, after, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
-        change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
+        change_standing(tx, coordinator, lease.node, TrustEvent.UNCERTAIN, "")
 
 
 def _earlier_scores(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> list[Sums]:
@@ -398,8 +392,13 @@ def _earlier_scores(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> l
     if lease.unit == lease.lease_id:
         return []
     rows = _UNCERTAIN_BEFORE.rows(tx.db, unit=lease.unit, version=submission.policy_version)
-    earlier = [Verdict.parse(row.body.encode()) for row in rows]
-    return [scores_of(str(one.evidence.get(GIVEN_CODE, one.code)), one.evidence) for one in earlier]
+    earlier = [Verdict.parse(row.body) for row in rows]
+    return [scores_of(_code_given(one), one.evidence) for one in earlier]
+
+
+def _code_given(verdict: Verdict) -> str:
+    """Returns the validator's own code for a submission whose code the evidence of others may have changed."""
+    return str(verdict.evidence.get(GIVEN_CODE, verdict.code))
 
 
 def _weights_share(coordinator: Coordinator, verdict: Verdict) -> float | None:
@@ -427,12 +426,6 @@ def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float
         previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),
         received_at_s=submission.received_at_s,
     )
-
-
-def _unparseable(verdict: Verdict) -> int:
-    """Returns the count in the verdict's evidence; 0 if the validator does not count them."""
-    count = verdict.evidence.get("unparseable", 0)
-    return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
 
 def _use_accepted(

@@ -12,8 +12,14 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.rules import cumulative_evidence
-from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, NoiseWatch, RunEvidence, Sums
+from shoal.swarm.coordinator.rules.cumulative_evidence import (
+    NEW_NODE,
+    NEW_NODES,
+    Finding,
+    NoiseWatch,
+    RunEvidence,
+    Sums,
+)
 from shoal.swarm.coordinator.rules.lease_account import (
     NETWORK,
     NODE,
@@ -31,7 +37,7 @@ from shoal.swarm.coordinator.rules.lease_account import (
 from shoal.swarm.coordinator.rules.lease_states import AWAITED
 from shoal.swarm.coordinator.store.schema import WITHOUT_VERDICT, accounts, leases, nodes
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, Rejected
+from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 
 ACCOUNTS = TableStatements(accounts)
@@ -42,9 +48,7 @@ OPEN_RETRIES = 20
 FORGOTTEN = 20
 """Half-lives after which the account of a network is deleted."""
 RUN = "run"
-"""Name of the row with the run's baseline."""
-NEW_NODES = "new nodes"
-"""Name of the row with the evidence about all new nodes."""
+"""Name of the row with the run's baseline. That with the evidence about all new nodes is NEW_NODES."""
 NOISE = "noise"
 """Name of the row with what is known about the noise since the newest calibration."""
 
@@ -78,12 +82,7 @@ def _find(tx: Transaction, coordinator: Coordinator, name: str, terms: AccountTe
 
 
 def _store(tx: Transaction, row: AccountRow, account: LeaseAccount, evidence: str) -> None:
-    values = {
-        "lost": account.lost,
-        "delivered": account.delivered,
-        "at_s": account.at_s,
-        "evidence": evidence,
-    }
+    values = {**asdict(account), "evidence": evidence}
     if row.exists:
         tx.update(ACCOUNTS, row.name, **values)
     else:
@@ -115,14 +114,9 @@ def count_end(tx: Transaction, coordinator: Coordinator, lease: Row[Any], node: 
         _store(tx, row, account, row.evidence)
 
 
-def node_account(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:
+def account_of(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:
     """Returns the account of a node as it is now."""
     return _find(tx, coordinator, f"node {node.node}", NODE).account
-
-
-def limit_open(account: LeaseAccount, usual: int) -> int:
-    """Returns how many leases a node may hold; `usual` is the number that its trust allows."""
-    return most_open(account, NODE, usual)
 
 
 def check_next_lease(
@@ -177,18 +171,6 @@ def forget_networks(tx: Transaction, half_life_s: float) -> None:
 # -- evidence -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EvidenceFinding:
-    """What the evidence says about a submission, as sentences."""
-
-    convicted: str | None = None
-    """Why its node or owner is convicted; the sums begin at 0 again."""
-    doubtful: str | None = None
-    """Why the accepted work of a new node is uncertain."""
-    excused: str | None = None
-    """Why doubtful work does not count: the calibration may be old."""
-
-
 def add_evidence(
     tx: Transaction,
     coordinator: Coordinator,
@@ -197,63 +179,24 @@ def add_evidence(
     *,
     version: int,
     earlier: Sequence[Sums],
-) -> EvidenceFinding:
-    """Adds the scores of a verdict on work of a version to the evidence about the node, its owner and all new nodes.
+) -> Finding | None:
+    """Adds a verdict on work of a version to the evidence. Returns what the evidence finds instead, if anything.
 
-    `earlier`: the scores of the same work, as often as it was uncertain before; only what is new is added.
+    `earlier`: the scores of the same work, as often as it was uncertain before.
     """
-    if (excused := _watch_noise(tx, coordinator, node, verdict, version)) is not None:
-        return EvidenceFinding(excused=excused)
-    scores = cumulative_evidence.scores_of(verdict.code, verdict.evidence)
-    if not scores:
-        return EvidenceFinding()
-    names = [RUN, NEW_NODES, *(name for name, _ in _accounts_of(node, network=""))]
-    rows = {name: _find(tx, coordinator, name, NODE) for name in names}
-    sums = {name: _parse(row.evidence) for name, row in rows.items()}
-    evidence = RunEvidence(sums.pop(RUN), sums.pop(NEW_NODES), sums)
-    is_new = node.accepted < cumulative_evidence.NEW_NODE
-    statistic = evidence.doubt(scores) if is_new and verdict.code == ACCEPTED else None
-    doubtful = None
-    if statistic is not None:
-        doubtful = (
-            f"{statistic}: the scores of all new nodes add up to more than honest work's, and this one is "
-            f"{scores[statistic]:.1f}; work of another seed, or more accepted work, is not affected"
-        )
-    scores = cumulative_evidence.new_scores(scores, earlier)
-    if not scores:
-        return EvidenceFinding(doubtful=doubtful)
-    found = evidence.add(list(sums), scores, is_new=is_new)
-    after = {RUN: evidence.baseline, NEW_NODES: evidence.new_nodes} | evidence.sums
-    for name, row in rows.items():
-        if _dump(after[name]) != row.evidence:
-            _store(tx, row, row.account, _dump(after[name]))
-    if found is None:
-        return EvidenceFinding(doubtful=doubtful)
-    return EvidenceFinding(
-        f"{found.statistic}: the scores of {found.key[:22]} add up to {found.sum:.1f} above honest work, at most "
-        f"{THRESHOLDS[found.statistic]:.1f}"
+    keys = [name for name, _ in _accounts_of(node, network="")]
+    rows, evidence = _read_evidence(tx, coordinator, keys)
+    found = evidence.add(
+        keys,
+        verdict.code,
+        verdict.evidence,
+        version=version,
+        now_s=tx.now_s,
+        is_new=node.accepted < NEW_NODE,
+        earlier=earlier,
     )
-
-
-def _watch_noise(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict, version: int
-) -> str | None:
-    """Notes how far a submission is from the calibration. Returns why it does not count, if it may be the model's noise."""
-    ratio = cumulative_evidence.noise_ratio(verdict.evidence)
-    if ratio is None:
-        return None
-    row = _find(tx, coordinator, NOISE, NODE)
-    watch = _parse_watch(row.evidence)
-    is_new = node.accepted < cumulative_evidence.NEW_NODE
-    excused = watch.add(verdict.code, verdict.evidence, version, tx.now_s, is_new=is_new)
-    if (dumped := json.dumps(asdict(watch))) != row.evidence:
-        _store(tx, row, row.account, dumped)
-    if not excused:
-        return None
-    return (
-        f"the noise of its proofs is {ratio:.2f} times that of the calibration, and version {version} has not been measured; "
-        f"the run measures it again [{verdict.code}: {verdict.detail}]"
-    )
+    _write_evidence(tx, rows, evidence)
+    return found
 
 
 def noise_watch(db: Connection) -> NoiseWatch:
@@ -264,16 +207,36 @@ def noise_watch(db: Connection) -> NoiseWatch:
 
 def note_calibration(tx: Transaction, coordinator: Coordinator, measured: int, risen: Sequence[str]) -> None:
     """Begins to watch the noise by a new calibration. If that shows a rise, evidence and losses that the rise explains are taken back."""
-    row = _find(tx, coordinator, NOISE, NODE)
-    watch = _parse_watch(row.evidence)
-    watch.calibrated(measured, tx.now_s, risen=bool(risen))
-    _store(tx, row, row.account, json.dumps(asdict(watch)))
-    if not risen:
-        return
-    rows = tx.db.execute(select(accounts.c.name, accounts.c.evidence).where(accounts.c.name != NOISE)).all()
-    for name, text in rows:
-        tx.update(ACCOUNTS, name, evidence=_dump(cumulative_evidence.without_risen(_parse(text), risen)))
-    tx.write(update(accounts).where(accounts.c.name.like("node %")).values(lost=0.0))
+    keys: list[str] = []
+    if risen:
+        others = (accounts.c.evidence != "", accounts.c.name.not_in((RUN, NEW_NODES, NOISE)))
+        keys += tx.db.execute(select(accounts.c.name).where(*others)).scalars()
+    rows, evidence = _read_evidence(tx, coordinator, keys)
+    evidence.calibrated(measured, tx.now_s, risen)
+    _write_evidence(tx, rows, evidence)
+    if risen:
+        lost = (accounts.c.name.like("node %"), accounts.c.lost > 0)
+        tx.write(update(accounts).where(*lost).values(lost=0.0))
+
+
+def _read_evidence(
+    tx: Transaction, coordinator: Coordinator, keys: Sequence[str]
+) -> tuple[dict[str, AccountRow], RunEvidence]:
+    """Returns the rows with the evidence about these nodes and owners and about the run, and what they contain."""
+    rows = {name: _find(tx, coordinator, name, NODE) for name in (RUN, NEW_NODES, NOISE, *keys)}
+    run, new_nodes, *sums = (_parse(rows[name].evidence) for name in (RUN, NEW_NODES, *keys))
+    watch = _parse_watch(rows[NOISE].evidence)
+    return rows, RunEvidence(run, new_nodes, dict(zip(keys, sums, strict=True)), watch)
+
+
+def _write_evidence(tx: Transaction, rows: dict[str, AccountRow], evidence: RunEvidence) -> None:
+    """Writes the rows whose evidence has changed."""
+    sums = {RUN: evidence.baseline, NEW_NODES: evidence.new_nodes} | evidence.sums
+    after = {name: json.dumps(one) if one else "" for name, one in sums.items()}
+    after[NOISE] = "" if evidence.watch == NoiseWatch() else json.dumps(asdict(evidence.watch))
+    for name, row in rows.items():
+        if after[name] != row.evidence:
+            _store(tx, row, row.account, after[name])
 
 
 def _parse_watch(text: str) -> NoiseWatch:
@@ -282,7 +245,3 @@ def _parse_watch(text: str) -> NoiseWatch:
 
 def _parse(text: str) -> Sums:
     return dict(json.loads(text)) if text else {}
-
-
-def _dump(sums: Sums) -> str:
-    return json.dumps(sums) if sums else ""

@@ -20,6 +20,9 @@ from shoal.wire.messages import AdminOrder, Recorded, RevokeKey
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 INVITE_S = 30 * 24 * 3600.0
 
+Action = Callable[[Transaction, Coordinator, AdminOrder], int]
+"""Does what the operator ordered and returns the number of its event in the ledger."""
+
 
 def give_order(tx: Transaction, coordinator: Coordinator, action: str, order: AdminOrder) -> Recorded:
     if action not in _ACTIONS:
@@ -27,7 +30,7 @@ def give_order(tx: Transaction, coordinator: Coordinator, action: str, order: Ad
     return Recorded(seq=_ACTIONS[action](tx, coordinator, order))
 
 
-def _on_node(event: TrustEvent) -> Callable[[Transaction, Coordinator, AdminOrder], int]:
+def _on_node(event: TrustEvent) -> Action:
     def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
         node = get_node(tx.db, order.subject)
         seq = tx.record(f"admin.{event.value}", node=node.node, reason=order.reason)
@@ -85,15 +88,14 @@ def _stake(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
     )
 
 
-def _uphold(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    return revocation.decide(tx, coordinator, order.subject, upheld=True, reason=order.reason)
+def _decide(*, upheld: bool) -> Action:
+    def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
+        return revocation.decide(tx, coordinator, order.subject, upheld=upheld, reason=order.reason)
+
+    return act
 
 
-def _dismiss(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    return revocation.decide(tx, coordinator, order.subject, upheld=False, reason=order.reason)
-
-
-_ACTIONS: dict[str, Callable[[Transaction, Coordinator, AdminOrder], int]] = {
+_ACTIONS: dict[str, Action] = {
     "quarantine": _on_node(TrustEvent.QUARANTINE),
     "ban": _on_node(TrustEvent.BAN),
     "restore": _on_node(TrustEvent.RESTORE),
@@ -104,8 +106,8 @@ _ACTIONS: dict[str, Callable[[Transaction, Coordinator, AdminOrder], int]] = {
     "allow": _allow,
     "disallow": _disallow,
     "stake": _stake,
-    "uphold": _uphold,
-    "dismiss": _dismiss,
+    "uphold": _decide(upheld=True),
+    "dismiss": _decide(upheld=False),
 }
 ACTIONS = tuple(_ACTIONS)
 

@@ -1,6 +1,6 @@
 """Nodes: sessions, heartbeats, and how verdicts change a node's trust.
 
-The rules are pure functions (rules/trust.py, node_activity.py, compatibility.py, credit.py). Here they are applied to the tables, and
+The rules are pure functions (rules/trust.py, node_status.py, credit.py). Here they are applied to the tables, and
 every change becomes a ledger event.
 """
 
@@ -10,14 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.rules.node_status import (
-    OFFLINE_AFTER,
-    Compatibility,
-    SoftwareFit,
-    averaged_speed,
-    compatibility,
-    update_fit,
-)
+from shoal.swarm.coordinator.rules.node_status import OFFLINE_AFTER, averaged_speed, outdated_since_s
 from shoal.swarm.coordinator.rules.trust import NodeStanding, Trust, TrustEvent, VerdictKind, next_standing
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes, submissions
@@ -33,7 +26,6 @@ from shoal.wire.messages import (
     Session,
 )
 from shoal.wire.requirements import unmet_needs
-from shoal.wire.run_spec import PROTOCOL
 
 NODES = TableStatements(nodes)
 IS_RELIABLE = (nodes.c.accepted > 0) & (nodes.c.trust != Trust.QUARANTINED.value)
@@ -67,7 +59,7 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     node = tx.caller()
     _check_machine(coordinator, ask)
     epoch = node.session_epoch + 1
-    fit = _update_fit(tx, coordinator, node, ask.software)
+    outdated_at_s = _outdated_since_s(tx, coordinator, node, ask.software)
     tx.update(
         NODES,
         tx.actor,
@@ -75,7 +67,7 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
         last_seen_s=tx.now_s,
         live=1,
         software=ask.software,
-        outdated_at_s=fit.outdated_at_s,
+        outdated_at_s=outdated_at_s,
     )
     tx.record("session.opened", node=tx.actor, epoch=epoch)
     if node.trust == Trust.RETIRED.value:
@@ -91,27 +83,24 @@ def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
         raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
 
 
-def _update_fit(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> SoftwareFit:
-    """Returns how the node's software fits the run now, and records a change."""
-    demands = coordinator.config.demands()
-    before = SoftwareFit(outdated_at_s=node.outdated_at_s)
-    after = update_fit(before, protocol=PROTOCOL, software=software, demands=demands, now_s=tx.now_s)
-    if after != before:
-        outdated = after.outdated_at_s is not None
-        tx.record("node.outdated" if outdated else "node.current", node=node.node, software=software)
-    return after
+def _outdated_since_s(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str
+) -> float | None:
+    """Returns since when the node's software is too old for the run; None if it is not. Records a change."""
+    before_s, min_software = node.outdated_at_s, coordinator.config.min_software
+    after_s = outdated_since_s(before_s, software, min_software=min_software, now_s=tx.now_s)
+    if after_s != before_s:
+        tx.record("node.current" if after_s is None else "node.outdated", node=node.node, software=software)
+    return after_s
 
 
 def check_compatible(node: Row[Any], coordinator: Coordinator, now_s: float) -> None:
     """Raises Rejected if the node's software is too old and its time to update has passed."""
-    demands = coordinator.config.demands()
-    if (
-        compatibility(SoftwareFit(outdated_at_s=node.outdated_at_s), demands, now_s)
-        is Compatibility.INCOMPATIBLE
-    ):
+    config = coordinator.config
+    if node.outdated_at_s is not None and now_s >= node.outdated_at_s + config.grace_s:
         raise Rejected(
             "request.outdated",
-            f"this is {node.software[:60]!r}, the run needs {demands.min_software}; the time to update has passed",
+            f"this is {node.software[:60]!r}, the run needs {config.min_software}; the time to update has passed",
         )
 
 
@@ -168,14 +157,7 @@ def change_standing(
     tx: Transaction, coordinator: Coordinator, key: str, event: TrustEvent, reason: str
 ) -> int | None:
     """Applies an event to a node's standing. Returns the ledger's number of the change of trust, if there is one."""
-    return change_standing_of(tx, coordinator, get_node(tx.db, key), event, reason)
-
-
-def change_standing_of(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], event: TrustEvent, reason: str
-) -> int | None:
-    """Does the same as `change_standing`, for callers that already have the node's current row."""
-    key = node.node
+    node = get_node(tx.db, key)
     before = standing_of(node)
     after = next_standing(before, event, tx.now_s, trusted_after=coordinator.config.trusted_after)
     if after == before:
@@ -210,7 +192,7 @@ def check_in_full(tx: Transaction, key: str) -> None:
 def count_verdict(
     tx: Transaction, node: Row[Any], finding: VerdictKind, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
-    """Adds a verdict and the measured speed to the node's row, which must be current. `change_standing_of` changes the standing."""
+    """Adds a verdict and the measured speed to the node's row, which must be current. `change_standing` changes the standing."""
     tx.update(
         NODES,
         node.node,

@@ -5,7 +5,6 @@ the coordinator itself has fetched a manifest from it (relay_trials.py).
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -118,9 +117,7 @@ def origin_url(db: Connection) -> str:
     return url or ""
 
 
-def views(
-    reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float, newest: int | None
-) -> tuple[RelayView, ...]:
+def views(db: Connection, now_s: float, heartbeat_s: float, newest: int | None) -> tuple[RelayView, ...]:
     """Returns the relays as others see them. No version is believed before it is announced."""
     announced = -1 if newest is None else newest
     return tuple(
@@ -129,16 +126,14 @@ def views(
             liveness=liveness(row.last_seen_s, now_s, heartbeat_s).value,
             versions=tuple(version for version in json.loads(row.versions) if version <= announced),
         )
-        for row in reports
+        for row in reports(db)
     )
 
 
-def usable(
-    reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float, newest: int | None
-) -> tuple[RelayView, ...]:
+def usable(db: Connection, now_s: float, heartbeat_s: float, newest: int | None) -> tuple[RelayView, ...]:
     """Returns the relays that leases may name: they answered the coordinator and are not offline.
 
     A late relay may just be busy, and workers try several.
     """
-    known = views(reports, now_s, heartbeat_s, newest)
+    known = views(db, now_s, heartbeat_s, newest)
     return tuple(relay for relay in known if relay.liveness != Liveness.OFFLINE.value and not relay.problem)

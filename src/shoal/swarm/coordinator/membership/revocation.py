@@ -19,7 +19,13 @@ from shoal.wire.messages import Appeal, Recorded
 def earnings(db: Connection, node: str, since_s: float) -> list[Earning]:
     """Returns the credit that a node was given after `since_s`, oldest first."""
     rows = db.execute(
-        select(verdicts)
+        select(  # not the bodies, which are large
+            verdicts.c.lease_id,
+            verdicts.c.credit,
+            verdicts.c.given_at_s,
+            verdicts.c.checks,
+            verdicts.c.revoked_for,
+        )
         .where(verdicts.c.node == node, verdicts.c.code == ACCEPTED, verdicts.c.given_at_s > since_s)
         .order_by(verdicts.c.given_at_s, verdicts.c.lease_id)
     )

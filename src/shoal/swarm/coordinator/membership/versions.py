@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version, spec_now
 from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
-from shoal.swarm.coordinator.membership import accounts
+from shoal.swarm.coordinator.membership import accounts, relays
 from shoal.swarm.coordinator.rules.cumulative_evidence import risen_statistics
 from shoal.swarm.coordinator.store.schema import calibrations, policies
 from shoal.wire.codes import Rejected
@@ -36,7 +36,7 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
                 .where(policies.c.version == manifest.version)
                 .values(origin_url=told.origin_url)
             )
-        if told.noise is not None and _is_new_calibration(tx.db, told.noise, manifest.version):
+        if told.noise is not None and _is_new_calibration(tx, coordinator, told.noise, manifest.version):
             _calibrate(tx, coordinator, told.noise, manifest.version)
         if told.rederived is not None and told.rederived.differing_words:
             tx.record("policy.rederived", version=manifest.version, **told.rederived.model_dump())
@@ -67,20 +67,24 @@ def get_manifest(db: Connection, version: int | None) -> Sealed[Manifest]:
 
 
 def origin(db: Connection) -> Origin:
-    row = db.execute(select(policies.c.origin_url).order_by(policies.c.version.desc()).limit(1)).one_or_none()
-    if row is None:
+    url = relays.origin_url(db)
+    if not url:
         raise Rejected(
             "request.too_early",
             "the trainer has not published version 0, so there is no origin",
             retry_after_s=1.0,
         )
-    return Origin(url=row.origin_url)
+    return Origin(url=url)
 
 
-def _is_new_calibration(db: Connection, later: LaterNoise, version: int) -> bool:
-    """Returns whether a calibration for a version that is published already must be recorded: work of it may stand in doubt."""
-    known = db.execute(select(func.max(calibrations.c.from_version))).scalar_one()
-    return version == newest_version(db) and (known is None or known < later.from_version)
+def _is_new_calibration(tx: Transaction, coordinator: Coordinator, later: LaterNoise, version: int) -> bool:
+    """Returns whether a calibration for a version that is published already must be recorded: work of it may stand in doubt, also
+    after a calibration that was measured with an earlier version."""
+    known = [
+        (one.from_version, one.measured_version) for one in spec_now(tx.db, coordinator.spec).later_noise
+    ]
+    told = (later.from_version, later.measured_version)
+    return version == newest_version(tx.db) and told > max(known, default=(-1, -1))
 
 
 def _calibrate(tx: Transaction, coordinator: Coordinator, later: LaterNoise, version: int) -> None:

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shoal.wire.codes import ACCEPTED, UNCERTAIN
+from shoal.wire.codes import ACCEPTED, ACCUMULATED, RECALIBRATING, UNCERTAIN
 from shoal.wire.proof_noise import RISEN
 
 LIFE = 10_000
@@ -54,6 +54,8 @@ STEP = 0.01
 UNCERTAIN_RATE = 0.01
 NEW_NODE = 20
 """Accepted submissions from which a node is no longer new. The largest scores convict after 18."""
+NEW_NODES = "new nodes"
+"""All new nodes together, where other nodes and owners have keys of their own."""
 DOUBTFUL = 2.0
 CALIBRATED = ("draws", "logprobs", "mismatches", "mantissas")
 """Statistics whose standard scores need a calibration. `z_NAME` in the evidence of a verdict has them."""
@@ -158,12 +160,11 @@ def convicting(sums: Mapping[str, float]) -> str | None:
     return worst if worst is not None and sums[worst] > THRESHOLDS[worst] else None
 
 
-class Conviction(NamedTuple):
-    """The sum that passed its threshold."""
+class Finding(NamedTuple):
+    """The code that the evidence gives a submission in place of the validator's, and why."""
 
-    key: str
-    statistic: str
-    sum: float
+    code: str
+    detail: str
 
 
 @dataclass(slots=True)
@@ -184,21 +185,60 @@ class RunEvidence:
         )
         self.sums = {key: without_risen(sums, risen) for key, sums in self.sums.items()}
 
-    def doubt(self, scores: Mapping[str, float]) -> str | None:
-        """Returns the statistic in which the work of a new node is doubtful; None if it is not."""
+    def add(
+        self,
+        keys: Sequence[str],
+        code: str,
+        evidence: Mapping[str, Any],
+        *,
+        version: int,
+        now_s: float,
+        is_new: bool,
+        earlier: Sequence[Sums],
+    ) -> Finding | None:
+        """Adds a validator's verdict on work of a version. Returns what the evidence finds instead, if anything.
+
+        `keys` are those of the node and of its owner, if it has one. `earlier` are the scores of the same work, as often as it was
+        uncertain before; only what is new is added.
+        """
+        if self.watch.add(code, evidence, version, now_s, NEW_NODES if is_new else keys[-1]):
+            return Finding(
+                RECALIBRATING,
+                f"the noise of its proofs is {noise_ratio(evidence):.2f} times that of the calibration, and version {version} has not "
+                "been measured; the run measures it again",
+            )
+        scores = scores_of(code, evidence)
+        doubt = self._doubt(scores) if is_new and code == ACCEPTED else None
+        new = new_scores(scores, earlier)
+        conviction = self._add_scores(keys, new, is_new=is_new) if new else None
+        return conviction or doubt
+
+    def _doubt(self, scores: Mapping[str, float]) -> Finding | None:
+        """Returns why the accepted work of a new node is doubtful; None if it is not."""
         for name in (*CALIBRATED, "surprise", "lack of surprise"):
             above = scores.get(name, 0.0) - self.baseline.get(name, 0.0)
             if above >= DOUBTFUL and self.new_nodes.get(name, 0.0) > THRESHOLDS[name]:
-                return name
+                return Finding(
+                    UNCERTAIN,
+                    f"{name}: the scores of all new nodes add up to more than honest work's, and this one is "
+                    f"{scores[name]:.1f}; work of another seed, or more accepted work, is not affected",
+                )
         return None
 
-    def add(self, keys: Sequence[str], scores: Mapping[str, float], *, is_new: bool) -> Conviction | None:
-        """Adds the scores of a submission to the evidence about its node and owner. Returns what convicts one of them, if anything."""
+    def _add_scores(
+        self, keys: Sequence[str], scores: Mapping[str, float], *, is_new: bool
+    ) -> Finding | None:
+        """Adds scores to the sums of a node and its owner. Returns what convicts one of them; its sums begin at 0 again."""
         found, before = None, self.baseline
         for key in keys:
             sums = next_sums(self.sums.get(key, {}), scores, before)
             if (statistic := convicting(sums)) is not None:
-                found, sums = Conviction(key, statistic, sums[statistic]), {}
+                found = Finding(
+                    ACCUMULATED,
+                    f"{statistic}: the scores of {key[:22]} add up to {sums[statistic]:.1f} above honest work, at most "
+                    f"{THRESHOLDS[statistic]:.1f}",
+                )
+                sums = {}
             self.sums[key] = sums
         if not is_new:
             self.baseline = next_baseline(before, scores)
@@ -215,9 +255,11 @@ class RunEvidence:
 MOST_NOISE = 2.0
 """Means beyond this are no noise that a few versions bring: refusals stay refusals. int8 weights are at 2.4 in a model of 0.5B."""
 LEAST_WAIT_S, MOST_WAIT_S = 60.0, 3600.0
-"""Time after a calibration that was asked for in vain before the next may be. It doubles each time."""
+"""Time after a calibration during which the node that asked for it in vain may not ask again. It doubles each time."""
 PATIENCE_S = 300.0
 """Longest time from the first doubt to the new calibration during which doubtful work does not count."""
+ACCEPTED_WORK = "accepted work"
+"""Who asks for a calibration if the mean of accepted work has risen."""
 DRIFT_STEP = 1 / 8
 """Weight of a submission in the recent mean of accepted work."""
 MIN_ACCEPTED = 8
@@ -248,16 +290,20 @@ class NoiseWatch:
     """Watches whether the noise of work has risen above the calibration, and asks for another one.
 
     Only rows of the run's own machines enter a calibration, so no submission can raise it. Until it comes, work that the noise could
-    explain does not count: it is not trained on, earns nothing, and is no evidence. That ends after PATIENCE_S. If the calibration does
-    not show a rise, the next doubt waits, twice as long each time, so that a liar cannot ask again and again.
+    explain does not count: it is not trained on, earns nothing, and is no evidence. That ends PATIENCE_S after the first such work of
+    the same node or owner. If the calibration does not show a rise, it must wait before its work is excused again, so that a liar cannot
+    ask again and again. New nodes, whose keys are free, wait together. Nobody waits for another's doubts: liars could otherwise keep
+    the run from measuring again when the noise rises, and refusals would end honest nodes.
     """
 
     measured: int = -1
     """The version that the newest calibration was measured with; -1: the model of the run file."""
     calibrated_s: float = 0.0
-    wait_s: float = 0.0
-    doubted_s: float = 0.0
-    """Time of the first doubt since the newest calibration; 0: none."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """Time after the newest calibration before one more may be asked for, by who asked in vain: a node or owner, NEW_NODES, or
+    ACCEPTED_WORK. It halves with each calibration that somebody else asked for."""
+    doubted: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Time and version of the first doubtful work of which no calibration was measured since, by whose it was."""
     doubts: int = 0
     version: int = -1
     """The newest version whose work was doubtful."""
@@ -267,9 +313,7 @@ class NoiseWatch:
     mean: float = 1.0
     """Recent mean of the ratios of accepted work of nodes that are not new."""
 
-    def add(
-        self, code: str, evidence: Mapping[str, Any], version: int, now_s: float, *, is_new: bool
-    ) -> bool:
+    def add(self, code: str, evidence: Mapping[str, Any], version: int, now_s: float, who: str) -> bool:
         """Adds a verdict on work of a version. Returns whether the work does not count because its noise may be the model's.
 
         A refusal is excused only for nodes that are not new, and only below MOST_NOISE. Work of a version that was measured is not.
@@ -277,35 +321,50 @@ class NoiseWatch:
         ratio = noise_ratio(evidence)
         if ratio is None or version <= self.measured:
             return False
-        if code == ACCEPTED and not is_new:
+        if code == ACCEPTED and who != NEW_NODES:
             self.accepted += 1
             self.mean += max(DRIFT_STEP, 1 / self.accepted) * (min(ratio, MOST_NOISE) - self.mean)
         if code not in EXCUSABLE or ratio < RISEN or not _proofs_are_off(evidence):
             return False
-        if code != UNCERTAIN and (is_new or ratio >= MOST_NOISE):
+        if code != UNCERTAIN and (who == NEW_NODES or ratio >= MOST_NOISE):
             return False
-        if evidence.get(REPLAY) == "differs" or now_s < self.calibrated_s + self.wait_s:
+        if evidence.get(REPLAY) == "differs" or self._must_wait(who, now_s):
             return False
-        self.doubted_s = self.doubted_s or now_s
-        if now_s > self.doubted_s + PATIENCE_S:
+        first_s, _ = self.doubted.setdefault(who, (now_s, version))
+        if now_s > first_s + PATIENCE_S:
             return False
         self.doubts += 1
         self.version, self.ratio = max(self.version, version), max(self.ratio, ratio)
         return True
 
     def calibrated(self, measured: int, now_s: float, *, risen: bool) -> None:
-        """Forgets what was noted before a new calibration, which shows that the noise has risen or that it has not."""
-        in_vain = bool(self.doubts) and not risen
-        wait_s = min(max(2 * self.wait_s, LEAST_WAIT_S), MOST_WAIT_S) if in_vain else self.wait_s
-        self.measured, self.calibrated_s, self.wait_s = measured, now_s, LEAST_WAIT_S if risen else wait_s
-        self.doubted_s, self.doubts, self.version, self.ratio = 0.0, 0, -1, 0.0
+        """Forgets what was noted before a new calibration, which shows that the noise has risen or that it has not.
+
+        Without a rise, doubts about later versions than the measured one remain: measuring takes as long as some versions do.
+        """
+        waits: dict[str, float] = {}
+        remaining: dict[str, tuple[float, int]] = {}
+        if not risen:
+            waits = {who: wait_s / 2 for who, wait_s in self.waits.items() if wait_s > LEAST_WAIT_S}
+            remaining = {who: first for who, first in self.doubted.items() if first[1] > measured}
+            in_vain = [who for who in self.doubted if who not in remaining]
+            for who in [*in_vain, ACCEPTED_WORK] if self._has_drifted() else in_vain:
+                waits[who] = min(max(2 * self.waits.get(who, 0.0), LEAST_WAIT_S), MOST_WAIT_S)
+        self.measured, self.calibrated_s, self.waits, self.doubted = measured, now_s, waits, remaining
+        if not remaining:
+            self.doubts, self.version, self.ratio = 0, -1, 0.0
         self.accepted, self.mean = 0, 1.0
 
     def asks(self, now_s: float) -> bool:
         """Returns whether the calibration should be repeated now."""
-        if now_s < self.calibrated_s + self.wait_s:
-            return False
-        return bool(self.doubts) or (self.accepted >= MIN_ACCEPTED and self.mean > RISEN)
+        return bool(self.doubts) or (self._has_drifted() and not self._must_wait(ACCEPTED_WORK, now_s))
+
+    def _has_drifted(self) -> bool:
+        """Returns whether accepted work is further off than the calibration expects."""
+        return self.accepted >= MIN_ACCEPTED and self.mean > RISEN
+
+    def _must_wait(self, who: str, now_s: float) -> bool:
+        return now_s < self.calibrated_s + self.waits.get(who, 0.0)
 
 
 def risen_statistics(rises: Mapping[str, float]) -> tuple[str, ...]:

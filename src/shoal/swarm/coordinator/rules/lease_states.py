@@ -41,30 +41,30 @@ class LeaseEvent(StrEnum):
     REVOKE = "revoke"
 
 
-# A verdict may arrive after its claim ran out: the work is done, and the first verdict counts.
-_NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
-    (LeaseState.ISSUED, LeaseEvent.UPLOAD): LeaseState.UPLOADING,
-    (LeaseState.ISSUED, LeaseEvent.VOID): LeaseState.VOID,
-    (LeaseState.UPLOADING, LeaseEvent.UPLOAD): LeaseState.UPLOADING,
-    (LeaseState.UPLOADING, LeaseEvent.SUBMIT): LeaseState.SUBMITTED,
-    (LeaseState.UPLOADING, LeaseEvent.VOID): LeaseState.VOID,
-    (LeaseState.SUBMITTED, LeaseEvent.CLAIM): LeaseState.CHECKING,
-    (LeaseState.SUBMITTED, LeaseEvent.ACCEPT): LeaseState.ACCEPTED,
-    (LeaseState.SUBMITTED, LeaseEvent.REJECT): LeaseState.REJECTED,
-    (LeaseState.SUBMITTED, LeaseEvent.VOID): LeaseState.VOID,
-    (LeaseState.CHECKING, LeaseEvent.RELEASE): LeaseState.SUBMITTED,
-    (LeaseState.CHECKING, LeaseEvent.ACCEPT): LeaseState.ACCEPTED,
-    (LeaseState.CHECKING, LeaseEvent.REJECT): LeaseState.REJECTED,
-    (LeaseState.CHECKING, LeaseEvent.VOID): LeaseState.VOID,
+_VERDICTS = {
+    LeaseEvent.ACCEPT: LeaseState.ACCEPTED,
+    LeaseEvent.REJECT: LeaseState.REJECTED,
+    LeaseEvent.VOID: LeaseState.VOID,
+}
+_NEXT: dict[LeaseState, dict[LeaseEvent, LeaseState]] = {
+    LeaseState.ISSUED: {LeaseEvent.UPLOAD: LeaseState.UPLOADING, LeaseEvent.VOID: LeaseState.VOID},
+    LeaseState.UPLOADING: {
+        LeaseEvent.UPLOAD: LeaseState.UPLOADING,
+        LeaseEvent.SUBMIT: LeaseState.SUBMITTED,
+        LeaseEvent.VOID: LeaseState.VOID,
+    },
+    # A verdict may arrive after its claim ran out: the work is done, and the first verdict counts.
+    LeaseState.SUBMITTED: {LeaseEvent.CLAIM: LeaseState.CHECKING, **_VERDICTS},
+    LeaseState.CHECKING: {LeaseEvent.RELEASE: LeaseState.SUBMITTED, **_VERDICTS},
+    LeaseState.ACCEPTED: {LeaseEvent.REVOKE: LeaseState.REVOKED},
 }
 
 
 def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
     """Returns the state that `event` leads to. Raises Rejected if a lease in `state` cannot have that event."""
-    if (state, event) == (LeaseState.ACCEPTED, LeaseEvent.REVOKE):
-        return LeaseState.REVOKED
+    after = _NEXT.get(state, {}).get(event)
+    if after is not None:
+        return after
     if state in TERMINAL:
         raise Rejected("request.lease_closed", f"the lease has ended: {state.value}")
-    if (state, event) not in _NEXT:
-        raise Rejected("request.conflict", f"a lease that is {state.value} cannot {event.value}")
-    return _NEXT[state, event]
+    raise Rejected("request.conflict", f"a lease that is {state.value} cannot {event.value}")

@@ -6,11 +6,10 @@ offline affects leases, never trust.
 Speed is measured in rows per second between receipts. A node fetches its next lease while it works on another one, so its time
 on a lease begins with the lease or with the previous receipt, whichever is later: time in which a lease waits does not count.
 
-A node's software is ok, outdated (until a grace period ends), or incompatible.
+A node's software is outdated from the time when it was first seen with a version that is too old.
 """
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
 LATE_AFTER, OFFLINE_AFTER = 3, 8
@@ -60,50 +59,13 @@ def averaged_speed(before: float, now: float) -> float:
 _SOFTWARE = re.compile(r"shoal ([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?.*")
 
 
-class Compatibility(StrEnum):
-    """The result of the comparison. An OUTDATED client may work until its grace period ends, an INCOMPATIBLE one may not."""
-
-    OK = "ok"
-    OUTDATED = "outdated"
-    INCOMPATIBLE = "incompatible"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
-    """What a coordinator requires of clients. `min_software` is "shoal X.Y.Z", or empty."""
-
-    protocol: int
-    min_software: str = ""
-    grace_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SoftwareFit:
-    """What is known about a client. `outdated_at_s` is the time when it was first seen with software that is too old."""
-
-    speaks_protocol: bool = True
-    outdated_at_s: float | None = None
-
-
-def update_fit(
-    fit: SoftwareFit, *, protocol: int, software: str, demands: Demands, now_s: float
-) -> SoftwareFit:
-    """Returns what is known after a client named its protocol and software. The grace period starts the first time only."""
-    if protocol != demands.protocol:
-        return SoftwareFit(speaks_protocol=False, outdated_at_s=fit.outdated_at_s)
-    if not is_older(software, demands.min_software):
-        return SoftwareFit()
-    return SoftwareFit(outdated_at_s=now_s if fit.outdated_at_s is None else fit.outdated_at_s)
-
-
-def compatibility(fit: SoftwareFit, demands: Demands, now_s: float) -> Compatibility:
-    """Returns whether the client is compatible at `now_s`."""
-    if not fit.speaks_protocol:
-        return Compatibility.INCOMPATIBLE
-    if fit.outdated_at_s is None:
-        return Compatibility.OK
-    over = now_s >= fit.outdated_at_s + demands.grace_s
-    return Compatibility.INCOMPATIBLE if over else Compatibility.OUTDATED
+def outdated_since_s(
+    before_s: float | None, software: str, *, min_software: str, now_s: float
+) -> float | None:
+    """Returns since when a client has had software that is too old; None if it is not. `before_s` is the last result for it."""
+    if not is_older(software, min_software):
+        return None
+    return now_s if before_s is None else before_s
 
 
 def is_older(software: str, wanted: str) -> bool:

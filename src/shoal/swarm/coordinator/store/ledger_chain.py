@@ -6,7 +6,7 @@ Events are appended in the transaction of the effect they describe. wire/ledger.
 import json
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, select
 
 from shoal.swarm.coordinator.store.schema import ledger
 from shoal.swarm.coordinator.store.statements import Statement, inserting
@@ -52,10 +52,6 @@ def next_event(head: tuple[int, str], type: str, actor: str, body: dict[str, Any
     digest = hash_of_text(seq, now_s, type, actor, text, prev)
     event = LedgerEvent(seq=seq, time_s=now_s, type=type, actor=actor, body=body, prev=prev, hash=digest)
     return NewEvent(event, text.decode())
-
-
-def head_seq(db: Connection) -> int:
-    return int(db.execute(select(func.coalesce(func.max(ledger.c.seq), 0))).scalar_one())
 
 
 def signed_head(db: Connection, run: str, key: Key) -> Sealed[LedgerHead]:

@@ -126,7 +126,8 @@ policies = Table(
 calibrations = Table(
     "calibrations",
     metadata,
-    Column("from_version", Integer, primary_key=True, autoincrement=False),
+    # Not unique: a version may be calibrated by an earlier one first, and then by itself.
+    Column("from_version", Integer, nullable=False),
     # wire/proof_noise.py LaterNoise
     Column("body", Text, nullable=False),
 )

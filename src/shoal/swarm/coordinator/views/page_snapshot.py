@@ -94,16 +94,14 @@ def node_page(db: Connection, context: ViewContext, node: str) -> NodePage:
 
 def _terms(db: Connection, context: ViewContext) -> RunTerms:
     spec = context.spec
-    return RunTerms(
-        run=spec.run,
+    return RunTerms.copied_from(
+        spec,
         run_key=db.execute(select(run.c.run_key)).scalar_one(),
         software=f"shoal {__version__}",
         task=", ".join(task.title for task in spec.tasks),
         options=spec.task.options if not spec.more_tasks else {},
         files=file_names(spec.task, context.folder / "data"),
         samples_per_prompt=spec.sampling.samples_per_prompt,
-        max_lag=spec.max_lag,
-        last_version=spec.last_version,
         started_at_s=db.execute(select(func.min(policies.c.published_at_s))).scalar_one(),
         tasks=tuple(
             _task_terms(spec, task, weight=task.weight / sum(one.weight for one in spec.tasks))
@@ -299,8 +297,7 @@ def _releases(db: Connection) -> tuple[Release, ...]:
         .limit(MAX_RELEASES)
     )
     newest_first = [
-        Release(version=row.version, num_bytes=row.num_bytes, published_at_s=round(row.published_at_s, 2))
-        for row in db.execute(query)
+        Release.copied_from(row, published_at_s=round(row.published_at_s, 2)) for row in db.execute(query)
     ]
     return tuple(reversed(newest_first))
 

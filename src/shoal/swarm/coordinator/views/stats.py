@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.rules.credit import held_since_s
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
 from shoal.swarm.coordinator.rules.node_status import LATE_AFTER, Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import Trust
-from shoal.swarm.coordinator.store.ledger_chain import head_seq
+from shoal.swarm.coordinator.store.ledger_chain import read_head
 from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import groups, leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
@@ -182,12 +182,17 @@ def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float, name
 def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -> tuple[NodeView, ...]:
     """Returns the views of nodes, given as rows of the table."""
     now_s, config = context.clock(), context.config
-    # One query for all nodes; then one for each quarantined or banned node, whose hold period is suspended.
+    # One query for all of them; then one for each quarantined or banned node, whose hold period is suspended.
     held: dict[str, int] = {
         row[0]: int(row[1])
         for row in db.execute(
             select(verdicts.c.node, func.sum(verdicts.c.credit))
-            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
+            .where(
+                # Anybody may ask for one node, which must not cost a sum over all verdicts of a day.
+                verdicts.c.node.in_([row.node for row in rows]),
+                verdicts.c.given_at_s > now_s - config.hold_s,
+                verdicts.c.revoked_for.is_(None),
+            )
             .group_by(verdicts.c.node)
         )
     }
@@ -219,7 +224,8 @@ NODES_SHOWN = 500
 def info(db: Connection, coordinator: Coordinator) -> Info:
     """Returns what GET /v1/info answers."""
     config = coordinator.config
-    return Info(
+    return Info.copied_from(
+        config,
         protocol=PROTOCOL,
         software=f"shoal {__version__}",
         run_key=coordinator.run_key.public,
@@ -227,12 +233,7 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         newest_version=newest_version(db),
         finished=is_finished(db, coordinator.spec),
         server_time_s=coordinator.clock(),
-        admission=config.admission,
         work_bits=config.work_bits if config.admission == "work" else 0,
-        credit_factor=config.credit_factor,
-        hold_s=config.hold_s,
-        min_software=config.min_software,
-        entry_points=config.entry_points,
         noise_doubt=noise_doubt(db, coordinator.clock()),
     )
 
@@ -253,19 +254,14 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
-    live = relays.usable(
-        relays.reports(db), coordinator.clock(), config.heartbeat_s, situation.newest_version
-    )
-    view = RunView(
+    live = relays.usable(db, coordinator.clock(), config.heartbeat_s, situation.newest_version)
+    view = RunView.copied_from(
+        situation,
         run=spec.run,
         task=", ".join(task.title for task in spec.tasks),
         compute_dtype=spec.compute_dtype,
-        newest_version=situation.newest_version,
-        last_version=spec.last_version,
-        finished=situation.finished,
         weights_bytes=0 if newest is None else Sealed[Manifest].parse(newest).body.num_bytes,
         admission=config.admission,
-        live_workers=situation.live_workers,
         needs=spec.needs,
         entry_points=config.entry_points,
         relays=tuple(relay.url for relay in live),
@@ -293,13 +289,13 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=node_views(db, _nodes(db), context),
-        relays=relays.views(relays.reports(db), now_s, heartbeat_s, situation.newest_version),
+        relays=relays.views(db, now_s, heartbeat_s, situation.newest_version),
         origin=relays.origin_url(db),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
         tokens=count_tokens(db),
-        ledger_seq=head_seq(db),
+        ledger_seq=read_head(db)[0],
         server_time_s=now_s,
         warnings=read_warnings(db, context.folder),
     )
@@ -363,10 +359,11 @@ def read_notices(folder: Path) -> list[RunWarning]:
     path = folder / NOTICES_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()[-MAX_WARNINGS:]
-    with contextlib.suppress(Rejected):  # a kill may have cut the last line
-        return [RunWarning.parse(line) for line in lines]
-    return []
+    found = []
+    for line in path.read_bytes().splitlines()[-MAX_WARNINGS:]:
+        with contextlib.suppress(Rejected):  # a kill or a full disk may have cut a line
+            found.append(RunWarning.parse(line))
+    return found
 
 
 def read_names(folder: Path) -> dict[str, str]:
@@ -397,10 +394,11 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
     """Reads the counts that decide what the run is waiting for."""
     now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
     newest = newest_version(db)
-    known_relays = relays.views(relays.reports(db), now_s, heartbeat_s, newest)
+    known_relays = relays.views(db, now_s, heartbeat_s, newest)
     live_relays = [relay for relay in known_relays if relay.liveness != Liveness.OFFLINE.value]
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
-    by_state = dict(_open_by_state(db))
+    query = select(leases.c.state, func.count()).where(leases.c.state.in_(OPEN)).group_by(leases.c.state)
+    by_state = {row[0]: row[1] for row in db.execute(query)}
     return Situation(
         newest_version=newest,
         last_version=context.spec.last_version,
@@ -438,11 +436,6 @@ def _count_workers(db: Connection, live_since_s: float) -> tuple[int, int, int]:
     ).where(node_table.c.trust != Trust.BANNED.value)
     row = db.execute(query).one()
     return row[0], row[1], row[2]
-
-
-def _open_by_state(db: Connection) -> list[tuple[str, int]]:
-    query = select(leases.c.state, func.count()).where(leases.c.state.in_(OPEN)).group_by(leases.c.state)
-    return [(row[0], row[1]) for row in db.execute(query)]
 
 
 def ended_by_code(db: Connection) -> dict[str, int]:
@@ -489,5 +482,7 @@ def _latest_report(db: Connection) -> StepReport | None:
 
 def _nodes(db: Connection) -> list[Row[Any]]:
     """Returns nodes in the order of enrolment; with more than NODES_SHOWN, those that were seen last."""
-    rows = db.execute(select(node_table).order_by(node_table.c.last_seen_s.desc()).limit(NODES_SHOWN)).all()
+    # NULL first, as PostgreSQL sorts: keys that only enrol, which are free, would hide all workers.
+    last_seen = node_table.c.last_seen_s.desc().nulls_last()
+    rows = db.execute(select(node_table).order_by(last_seen).limit(NODES_SHOWN)).all()
     return sorted(rows, key=lambda row: (row.enrolled_at_s, row.node))

@@ -1,5 +1,6 @@
 """The timeline of the last steps, as bars: generate, upload, queue, check, train, broadcast."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -76,10 +77,7 @@ def _trainer_bars(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
 def _work_bars(db: Connection, start_s: float, end_s: float) -> Iterable[_Bar]:
     """Yields the bars of recent leases. Only the MAX_LANES nodes with most leases get bars of their own."""
     rows = db.execute(_recent_work(start_s)).all()
-    num_leases: dict[str, int] = {}
-    for row in rows:
-        num_leases[row.node] = num_leases.get(row.node, 0) + 1
-    shown = set(sorted(num_leases, key=lambda node: -num_leases[node])[:MAX_LANES])
+    shown = {node for node, _ in Counter(row.node for row in rows).most_common(MAX_LANES)}
     for row in rows:
         yield from _lease_bars(row, end_s, shown=row.node in shown)
 
