@@ -196,6 +196,27 @@ def test_older_versions_make_room_for_a_new_one(tmp_path: Path) -> None:
     assert (tmp_path / "v4").exists()
 
 
+def test_an_interrupted_download_counts_once_and_older_ones_make_room(tmp_path: Path) -> None:
+    for name, num_bytes in (("v4", 100_000), ("v3.partial", 80_000), ("v5.partial", 80_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".model.safetensors.partial").write_bytes(bytes(num_bytes))
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 220_000
+    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v4", "v5.partial"]
+
+
+def test_before_the_first_version_an_interrupted_download_of_another_one_makes_room(tmp_path: Path) -> None:
+    (tmp_path / "v3.partial").mkdir()
+    (tmp_path / "v3.partial" / ".model.safetensors.partial").write_bytes(bytes(80_000))
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 150_000
+    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_limit_that_no_version_fits_into_ends_the_worker(tmp_path: Path) -> None:
     with small_run(tmp_path / "run", CONFIG) as run:
         run.publish(0)
