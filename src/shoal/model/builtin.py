@@ -275,9 +275,15 @@ def _is_tied(stored: dict[str, Any]) -> bool:
 def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict[str, Any]:
     family = fields["general.architecture"]
 
-    def of(name: str) -> Any:
-        return fields[f"{family}.{name}"]
+    def of(name: str, default: object = None) -> Any:
+        if (value := fields.get(f"{family}.{name}", default)) is None:
+            raise ValueError(f"the GGUF file has no {family}.{name}; is it complete?")
+        return value
 
+    if (scaling := of("rope.scaling.type", "none")) != "none":
+        raise ValueError(
+            f"{family}.rope.scaling.type={scaling!r} of a GGUF file is not supported; use the model's folder in the Hugging Face layout"
+        )
     config = {
         "architectures": [_GGUF_FAMILIES[family]],
         "model_type": family,
@@ -285,13 +291,12 @@ def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict
         "hidden_size": of("embedding_length"),
         "num_hidden_layers": of("block_count"),
         "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
-        "head_dim": fields.get(f"{family}.rope.dimension_count")
-        or of("embedding_length") // of("attention.head_count"),
+        "num_key_value_heads": of("attention.head_count_kv", of("attention.head_count")),
+        "head_dim": of("rope.dimension_count", of("embedding_length") // of("attention.head_count")),
         "intermediate_size": of("feed_forward_length"),
         "hidden_act": "silu",
         "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as float32
-        "rope_theta": of("rope.freq_base"),
+        "rope_theta": of("rope.freq_base", 10000.0),
         "max_position_embeddings": of("context_length"),
         "tie_word_embeddings": tied,
         **({"attention_bias": False, "mlp_bias": False} if family == "llama" else {}),
@@ -323,18 +328,21 @@ def _copy_gguf_tensor(
     parameters: dict[str, nn.Parameter], name: str, tensor: Any, config: dict[str, Any]
 ) -> None:
     """Copies a tensor to the parameter of its Hugging Face name and removes it from `parameters`."""
+    _, layer, part, kind = name.split(".") if name.count(".") == 3 else ("", "", "", "")
+    target = _GGUF_NAMES.get(name, f"model.layers.{layer}.{_GGUF_LAYER_NAMES.get(part)}.{kind}")
+    if target not in parameters:
+        # Llama 3.1 and later have rope_freqs.weight, the scaling of rotations: without it other text would come out.
+        raise ValueError(
+            f"the tensor {name!r} of this GGUF file is not supported; use the model's folder in the Hugging Face layout"
+        )
     values = _dequantize(tensor)
-    if name in _GGUF_NAMES:
-        parameters.pop(_GGUF_NAMES[name]).copy_(values)
-        return
-    _, layer, part, kind = name.split(".")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config["model_type"] == "llama" and part in heads:
         # llama.cpp interleaves the two halves that a rotation mixes; Hugging Face keeps them apart.
         values = (
             values.view(heads[part], config["head_dim"] // 2, 2, -1).transpose(1, 2).reshape(values.shape)
         )
-    parameters.pop(f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}").copy_(values)
+    parameters.pop(target).copy_(values)
 
 
 def _dequantize(tensor: Any) -> Tensor:
