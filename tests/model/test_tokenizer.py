@@ -42,6 +42,13 @@ def test_an_unknown_character_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "m").encode_prompt("café", chat=True)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"alphabet": ["a", "bc"]}', "[]", "[" * 100_000])
+def test_a_file_without_an_alphabet_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "char_tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"char_tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template",
     [

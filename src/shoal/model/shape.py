@@ -18,6 +18,8 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
 }
 
 LARGEST_NUMBER = 1e30
+_ROPE_ABOVE = {"rope_theta": 1, "factor": 0, "beta_fast": 0, "beta_slow": 0}
+"""Settings of rotations that other numbers are divided by, the first by its logarithm, and what they must be above."""
 _NEEDED = (
     "num_attention_heads",
     "vocab_size",
@@ -157,6 +159,9 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     known = {one.name for one in fields(Rope)}
     used = {name: value for name, value in given.items() if name in known and value is not None}
     numbers = {name: _number(used, name) for name in used.keys() - {"rope_type", "truncate"}}
+    for name, least in _ROPE_ABOVE.items():
+        if name in numbers and not numbers[name] > least:
+            raise ValueError(f"{name}={numbers[name]} must be above {least}")
     return Rope(**{**used, **numbers, "truncate": used.get("truncate", True) is True})
 
 

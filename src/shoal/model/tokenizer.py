@@ -127,7 +127,12 @@ class CharTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "CharTokenizer":
         """Reads the alphabet from a model folder."""
-        return cls(json.loads((folder / CHAR_FILE).read_text(encoding="utf-8"))["alphabet"])
+        alphabet = read_json(folder / CHAR_FILE).get("alphabet")
+        if not isinstance(alphabet, str):
+            raise ValueError(
+                f"{folder / CHAR_FILE} has no alphabet, which is a string with each character of the model once"
+            )
+        return cls(alphabet)
 
     def save(self, folder: Path) -> None:
         """Writes the alphabet to a model folder."""

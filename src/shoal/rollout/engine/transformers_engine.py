@@ -89,8 +89,8 @@ class TransformersEngine:
                 f"{folder}/config.json has another {', '.join(keys)} than what this engine was built for; start a new engine"
             )
         if self._model is None:
-            self._model = load_transformers_model(folder, self._dtype, self._device)
-            self._tokenizer, self._config = load_tokenizer(folder), config
+            model = load_transformers_model(folder, self._dtype, self._device)
+            self._tokenizer, self._config, self._model = load_tokenizer(folder), config, model
         else:
             load_weights(self._model, folder / WEIGHTS_FILE)
         if self.weights is not None:
