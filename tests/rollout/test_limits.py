@@ -1,6 +1,7 @@
 """The limits of a worker really limit: cores, memory, disk, bandwidth."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,12 +21,14 @@ from shoal.rollout.engine.api import Behaviour, GenerationRequest
 from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.rollout.worker.limits import ResourceLimits
+from shoal.rollout.worker.session import LeaseLost
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
-from shoal.wire.lease import Lease
+from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
+    from shoal.rollout.engine.api import Engine
     from shoal.rollout.worker.worker_folder import WorkerFolder
     from shoal.wire.manifest import Manifest
 
@@ -215,6 +218,26 @@ def test_before_the_first_version_an_interrupted_download_of_another_one_makes_r
     cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
     cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
     assert list(tmp_path.iterdir()) == []
+
+
+class DeletedMeanwhile:
+    """An engine whose folder is deleted while it loads: a newer version needed the space, or the owner deleted it."""
+
+    def load(self, folder: Path, version: int) -> None:
+        shutil.rmtree(folder)
+        raise FileNotFoundError(folder / "model.safetensors")
+
+
+def test_a_version_that_is_deleted_while_it_is_loaded_loses_only_the_lease(tmp_path: Path) -> None:
+    policy = PolicyRef(version=1, weights_digest="ab" * 32)
+    (tmp_path / "v1").mkdir()
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders = {policy: tmp_path / "v1"}
+    for known in (cache._folders, {}):  # with {}, another thread has deleted it before the engine began
+        cache._folders = known
+        with pytest.raises(LeaseLost, match="version 1 was deleted while it was loaded") as lost:
+            cache.load(policy, cast("Engine", DeletedMeanwhile()))
+        assert lost.value.still_open
 
 
 def test_a_limit_that_no_version_fits_into_ends_the_worker(tmp_path: Path) -> None:

@@ -131,9 +131,16 @@ class VersionCache:
         """Loads a version that is here into the engine, then deletes versions that no lease will name any more.
 
         Keeps the loaded one, which may be an old version under evaluation, and the one that produced the last file,
-        which the owner may want to check.
+        which the owner may want to check. Raises LeaseLost if the version is deleted meanwhile.
         """
-        engine.load(self._folders[policy], policy.version)
+        try:
+            engine.load(self._folders[policy], policy.version)
+        except (KeyError, FileNotFoundError) as error:
+            if self._is_here(policy):
+                raise
+            raise LeaseLost(
+                f"version {policy.version} was deleted while it was loaded ({error})", still_open=True
+            ) from None
         self._log.info(f"loaded version {policy.version}")
         if self._fetch_lock.acquire(
             blocking=False
