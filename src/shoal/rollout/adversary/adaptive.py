@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder, KVCache
+from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.rollout.adversary.lies import OTHER_SEED, OtherWeights
@@ -84,9 +84,7 @@ class PlainEngine:
         """Changes the weights after they were loaded."""
 
     def make_cache(self, decoder: Decoder, num_rows: int, context: int) -> KVCache:
-        return KVCache(
-            decoder.shape, num_slots=num_rows, max_context=context, dtype=self._dtype, device=self._device
-        )
+        return KVCache(decoder, num_slots=num_rows, max_context=context)
 
     def forward(
         self, decoder: Decoder, tokens_BT: Tensor, positions_BT: Tensor, cache: KVCache, late: bool
@@ -106,14 +104,8 @@ class PlainEngine:
         device, rows = torch.device(self._device), range(len(requests))
         lengths_B = torch.tensor([len(one.prompt_tokens) for one in requests], device=device)
         width, longest = int(lengths_B.max()), max(one.max_new_tokens for one in requests)
-        # Padding comes after the tokens, where nothing reads it before it is overwritten.
-        padded = [one.prompt_tokens + (0,) * (width - len(one.prompt_tokens)) for one in requests]
-        tokens_BT = torch.tensor(padded, device=device)
         cache = self.make_cache(decoder, len(requests), width + longest)
-        cache.context = width
-        positions_BT = torch.arange(width, device=device).expand_as(tokens_BT)
-        all_BTH = self.forward(decoder, tokens_BT, positions_BT, cache, False)
-        next_BH = all_BTH[torch.arange(len(requests), device=device), lengths_B - 1]
+        next_BH = run_prompts(decoder, [one.prompt_tokens for one in requests], cache)
         temperatures_B = torch.tensor([one.temperature for one in requests], device=device)
         seeds = np.array([one.sample_seed for one in requests], dtype=np.uint64)
         ends = self.tokenizer.end_tokens
@@ -212,9 +204,7 @@ class QuantisedCacheEngine(PlainEngine):
         self._bits = bits
 
     def make_cache(self, decoder: Decoder, num_rows: int, context: int) -> KVCache:
-        cache = _QuantisedCache(
-            decoder.shape, num_slots=num_rows, max_context=context, dtype=self._dtype, device=self._device
-        )
+        cache = _QuantisedCache(decoder, num_slots=num_rows, max_context=context)
         cache.bits = self._bits
         return cache
 
