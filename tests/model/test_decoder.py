@@ -150,6 +150,7 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
         ({"model_type": "mistral", "sliding_window": 4}, "sliding_window=4"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 17}, "head_dim=17 is odd"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be above 0"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_slow": 0.0}},

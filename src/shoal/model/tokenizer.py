@@ -33,14 +33,11 @@ MAX_DECODED_CHARS = 1 << 12
 """Most characters that decoding may make of one token. The longest tokens of known models have some hundred."""
 
 _GROWTH = {
-    **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 36},  # of a normalizer
-    **{
-        "Metaspace": 2,
-        "ByteLevel": 4,
-    },  # of a pre-tokenizer: a space before each word, a character for each byte
-    **{"WordPiece": 2, "BPEDecoder": 2, "CTC": 2},  # of a decoder: spaces between tokens
-    **{"BertProcessing": 3, "RobertaProcessing": 3},  # of a post-processor: special tokens around a text
-}
+    "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 36,  # of a normalizer
+    "Metaspace": 2, "ByteLevel": 4,  # of a pre-tokenizer: a space before each word, a character for each byte
+    "WordPiece": 2, "BPEDecoder": 2, "CTC": 2,  # of a decoder: spaces between tokens
+    "BertProcessing": 3, "RobertaProcessing": 3,  # of a post-processor: special tokens around a text
+}  # fmt: skip
 """Most characters (or tokens) that a step of a tokenizer makes of one. Steps that are not listed make at most one."""
 
 
@@ -188,9 +185,10 @@ class FileTokenizer:
             if "eos_token" in self._special_tokens
             else None
         )
-        ends = read_end_tokens(folder, config) or (() if own is None else (own,))
         self.vocab_size = read_vocab_size(folder, config)
-        self.end_tokens = frozenset(token for token in ends if token < self.vocab_size)
+        named = read_end_tokens(folder, config) or (() if own is None else (own,))
+        ends = [token for token in named if token < self.vocab_size]
+        self.end_tokens = frozenset(ends)
         if not self.end_tokens:
             raise ValueError(
                 f"{folder}: neither config.json nor the tokenizer names an end token of the vocabulary (eos_token_id)"
