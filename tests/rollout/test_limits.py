@@ -18,7 +18,7 @@ from small_run import CONFIG, eventually, small_run
 from shoal.files import folder_bytes, free_cgroup_bytes, is_out_of_memory
 from shoal.net.rate_limit import BandwidthLimit
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
-from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
+from shoal.rollout.engine.selection import AutoEngine, machine_capabilities
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.session import LeaseLost
@@ -146,15 +146,11 @@ def test_apple_silicon_gets_the_engine_that_runs_there(tmp_path: Path) -> None:
     from shoal.model.builtin import create_model
 
     create_model("tiny", tmp_path / "v0", seed=0)
-    engine = _make_for(
-        tmp_path / "v0", compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps", draft=None
-    )
+    chosen = AutoEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps")
+    assert chosen.policy_version is None
+    engine = chosen._choose(tmp_path / "v0")
     assert isinstance(engine, TransformersEngine)
     assert engine._exact_device == torch.device("cpu")
-    assert (
-        AutoEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps").policy_version
-        is None
-    )
     assert machine_capabilities("mps").device == "cpu"
 
 
