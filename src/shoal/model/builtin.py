@@ -318,9 +318,8 @@ def _write_gguf_tokenizer(source: Path, folder: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     # These two describe how it was loaded, not the tokenizer.
     settings = {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only")}
-    settings["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # transformers 4 knows the class by this name only
-    )
+    # transformers 4 knows the class by this name only.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     _write_json(path, settings)
 
 

@@ -205,9 +205,8 @@ class Trunk(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         embed_VH = torch.empty(shape.vocab_size, shape.hidden_size)
-        if (
-            not embed_VH.is_meta
-        ):  # drawing on the meta device makes torch import its compiler, which takes seconds
+        # Drawing on the meta device makes torch import its compiler, which takes seconds.
+        if not embed_VH.is_meta:
             nn.init.normal_(embed_VH)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=embed_VH)
         self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.num_layers))

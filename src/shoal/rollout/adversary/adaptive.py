@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.adversary.lies import OTHER_SEED, OtherWeights
+from shoal.rollout.adversary.lies import OtherSeeds, OtherWeights
 from shoal.rollout.adversary.lying_engines import older, quantised_by_channel
 from shoal.rollout.engine.api import (
     Behaviour,
@@ -39,12 +39,8 @@ class PlainEngine:
 
     def __init__(self, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str) -> None:
         self.policy_version: int | None = None
-        self._dtype, self._proof, self._max_rows, self._device = (
-            DTYPES[compute_dtype],
-            proof,
-            max_rows,
-            device,
-        )
+        self._dtype, self._proof, self._max_rows = DTYPES[compute_dtype], proof, max_rows
+        self._device = device
         self._waiting: list[GenerationRequest] = []
         self._decoder: Decoder | None = None
         self._tokenizer: Tokenizer | None = None
@@ -59,10 +55,8 @@ class PlainEngine:
         return bool(self._waiting)
 
     def load(self, folder: Path, version: int) -> None:
-        self._decoder, self._tokenizer = (
-            load_decoder(folder, self._dtype, self._device),
-            load_tokenizer(folder),
-        )
+        self._decoder = load_decoder(folder, self._dtype, self._device)
+        self._tokenizer = load_tokenizer(folder)
         with torch.no_grad():
             self.alter(self._decoder)
         self.policy_version = version
@@ -284,11 +278,8 @@ def _continued(row: Rollout, other: Rollout) -> Rollout:
     )
 
 
-class CachedAnswers(OtherWeights):
+class CachedAnswers(OtherSeeds, OtherWeights):
     """Sends answers that it gave to the same prompts earlier: one version older, and drawn with another lease's seed."""
-
-    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]
 
 
 STALE_RATES = (1e-6, 1e-5, 1e-4)

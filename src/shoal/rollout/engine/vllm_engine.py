@@ -232,9 +232,8 @@ class RunningVllm:
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
             options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
-            os.environ["OMP_NUM_THREADS"] = str(
-                torch.get_num_threads()
-            )  # vLLM's process reads it when it starts
+            # vLLM's process reads it when it starts.
+            os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self.tokenizer = load_tokenizer(folder)
         arguments = EngineArgs(
             model=str(folder),

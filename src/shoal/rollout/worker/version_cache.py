@@ -142,9 +142,8 @@ class VersionCache:
                 f"version {policy.version} was deleted while it was loaded ({error})", still_open=True
             ) from None
         self._log.info(f"loaded version {policy.version}")
-        if self._fetch_lock.acquire(
-            blocking=False
-        ):  # a fetch in progress may build on one of the old versions
+        # A fetch in progress may build on one of the old versions.
+        if self._fetch_lock.acquire(blocking=False):
             try:
                 keep = {policy.version} | self._worker_folder.last_submission_versions()
                 self._prune(self._max_lag + 2, keep)
