@@ -180,14 +180,19 @@ def test_a_worker_keeps_its_limits_of_disk_and_bandwidth(tmp_path: Path) -> None
             thread.join(60)
 
 
+def cache_with(folder: Path, *, max_bytes: int) -> VersionCache:
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, max_bytes
+    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=folder))
+    return cache
+
+
 def test_older_versions_make_room_for_a_new_one(tmp_path: Path) -> None:
     for version in range(1, 5):
         folder = tmp_path / f"v{version}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes(100_000))
-    cache = VersionCache.__new__(VersionCache)
-    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 350_000
-    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache = cache_with(tmp_path, max_bytes=350_000)
     cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v3", "v4"]
     with pytest.raises(ValueError, match="two versions do not fit"):
@@ -199,19 +204,23 @@ def test_an_interrupted_download_counts_once_and_older_ones_make_room(tmp_path: 
     for name, num_bytes in (("v4", 100_000), ("v3.partial", 80_000), ("v5.partial", 80_000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".model.safetensors.partial").write_bytes(bytes(num_bytes))
-    cache = VersionCache.__new__(VersionCache)
-    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 220_000
-    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache = cache_with(tmp_path, max_bytes=220_000)
     cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v4", "v5.partial"]
+
+
+def test_a_version_that_is_here_after_a_restart_fits(tmp_path: Path) -> None:
+    (tmp_path / "v5").mkdir()
+    (tmp_path / "v5" / "model.safetensors").write_bytes(bytes(100_000))
+    cache = cache_with(tmp_path, max_bytes=150_000)
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert (tmp_path / "v5").exists()
 
 
 def test_before_the_first_version_an_interrupted_download_of_another_one_makes_room(tmp_path: Path) -> None:
     (tmp_path / "v3.partial").mkdir()
     (tmp_path / "v3.partial" / ".model.safetensors.partial").write_bytes(bytes(80_000))
-    cache = VersionCache.__new__(VersionCache)
-    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 150_000
-    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache = cache_with(tmp_path, max_bytes=150_000)
     cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
     assert list(tmp_path.iterdir()) == []
 

@@ -23,7 +23,7 @@ from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
 from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_version, prune_versions
-from shoal.shardcast.manifest_files import partial_folder, partial_folders
+from shoal.shardcast.manifest_files import partial_folder, partial_folders, version_folder
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
@@ -163,18 +163,20 @@ class VersionCache:
         if self._max_bytes is None:
             return
         folder = self._worker_folder.versions
-        arrived = partial_folder(folder, manifest.version)  # counts once: it becomes part of the new version
+        # What is here of the new version counts once: an interrupted download, or all of it after a restart.
+        own = (partial_folder(folder, manifest.version), version_folder(folder, manifest.version))
 
         def fits() -> bool:
             assert self._max_bytes is not None
-            return folder_bytes(folder) - folder_bytes(arrived) + manifest.num_bytes <= self._max_bytes
+            others = folder_bytes(folder) - sum(map(folder_bytes, own))
+            return others + manifest.num_bytes <= self._max_bytes
 
         for keep_versions in range(self._max_lag + 2, 0, -1):
             if fits():
                 return
             self._prune(keep_versions, {manifest.version})
         for unfinished in partial_folders(folder).values():
-            if unfinished != arrived and not fits():
+            if unfinished not in own and not fits():
                 shutil.rmtree(unfinished)
         if not fits():
             raise DiskLimit(
