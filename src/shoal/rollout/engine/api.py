@@ -162,6 +162,14 @@ class Behaviour:
         return data
 
 
+def check_idle(engine: Engine, version: int) -> None:
+    """Raises ValueError if rows are unfinished, which the weights of `version` would change."""
+    if engine.has_work:
+        raise ValueError(
+            f"version {version} came while rows of version {engine.policy_version} are unfinished; finish them first"
+        )
+
+
 class EngineLimits(Protocol):
     """Limits of the model in an engine; model.shape.Shape has them."""
 
