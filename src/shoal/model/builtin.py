@@ -131,23 +131,30 @@ def _draw_weights(decoder: Decoder, seed: int) -> None:
 
 
 def _write_copy(source: Path, folder: Path) -> None:
-    if decoder_refuses(source) is not None:
-        _write_transformers_copy(source, folder)
-        return
-    shape = read_shape(source)
-    _check_width(source, shape.hidden_size)
+    refusal = decoder_refuses(source)
+    model = _read_safetensors(source) if refusal is None else _read_through_transformers(source, refusal)
+    if model.shape.hidden_size < MIN_HIDDEN_SIZE:
+        raise ValueError(
+            f"{source}: hidden_size={model.shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}"
+        )
+    copy_all_but_weights(source, folder)
+    _declare_bfloat16(folder)
+    save_weights(model, folder / WEIGHTS_FILE)
+    if refusal is not None:
+        load_causal(folder)  # raises now if a role could not load it
+
+
+def _read_safetensors(source: Path) -> Decoder:
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{source}: no *.safetensors file; convert the weights to safetensors first")
-    copy_all_but_weights(source, folder)
-    _declare_bfloat16(folder)
-    decoder = empty_decoder(shape, torch.bfloat16)
+    decoder = empty_decoder(read_shape(source), torch.bfloat16)
     load_weight_files(decoder, weights)
-    save_weights(decoder, folder / WEIGHTS_FILE)
+    return decoder
 
 
-def _write_transformers_copy(source: Path, folder: Path) -> None:
-    """Copies a model of safetensors files through transformers; ours uses the parameters' names."""
+def _read_through_transformers(source: Path, refusal: str) -> TransformersModel:
+    """Reads a model of safetensors files through transformers; ours uses the parameters' names."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -159,18 +166,8 @@ def _write_transformers_copy(source: Path, folder: Path) -> None:
             use_safetensors=True,
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
-    copy_all_but_weights(source, folder)
-    _declare_bfloat16(folder)
-    whole = TransformersModel(model)
-    _check_width(source, whole.shape.hidden_size)
-    save_weights(whole, folder / WEIGHTS_FILE)
-    load_causal(folder)  # raises now if a role could not load it
-
-
-def _check_width(source: Path, hidden_size: int) -> None:
-    if hidden_size < MIN_HIDDEN_SIZE:
-        raise ValueError(f"{source}: hidden_size={hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}")
+        raise ValueError(f"{source}: {refusal}, and transformers says: {error}") from None
+    return TransformersModel(model)
 
 
 def _declare_bfloat16(folder: Path) -> None:

@@ -213,16 +213,10 @@ def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
                 f"{folder}: {model.config.model_type!r} computes logits from states in an unsupported way; "
                 "supported: a matrix, a bias, a scale and a soft cap (LogitHead in model/logprobs.py)"
             )
-        model.packs = _packs(model, tokens_BT, positions_BT, segments_BT, alone)
-
-
-def _packs(
-    model: TransformersModel, tokens_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, alone: Tensor
-) -> bool:
-    try:
-        return _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
-    except TypeError:  # the architecture takes no position ids
-        return False
+        try:
+            model.packs = _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
+        except TypeError:  # the architecture takes no position ids
+            model.packs = False
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
