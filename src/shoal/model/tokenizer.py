@@ -412,8 +412,9 @@ def _add_missing_tokens(raw: "RawTokenizer", settings: dict[str, Any], named: di
     for _, token in sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: int(item[0])):
         if (content := _content(token)) is not None and content not in known:
             known.add(content)
+            given = token if isinstance(token, dict) else {}
             missing.append(
-                AddedToken(content, **{key: token[key] is True for key in options if key in token})
+                AddedToken(content, **{key: given[key] is True for key in options if key in given})
             )
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
@@ -433,10 +434,8 @@ def _read_template(folder: Path, settings: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8") or None
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
         if not template:
-            raise ValueError(
-                f"{folder}: none of the chat templates {sorted(map(str, named))} is called 'default'"
-            )
+            raise ValueError(f"{folder}: none of the chat templates {sorted(named)} is called 'default'")
     return template if isinstance(template, str) and template else None

@@ -176,7 +176,7 @@ def _read_config(config: dict[str, Any]) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
+        except (TypeError, AttributeError, IndexError, ArithmeticError, StrictDataclassError) as error:
             raise ValueError(f"config.json: {str(error)[:300]}") from None
 
 
