@@ -178,13 +178,7 @@ class OneLoop:
         encoded = [self.tokenizer.encode_prompt(problem.prompt, chat=False) for problem in problems]
         tokens_BT = torch.tensor(encoded).repeat_interleave(num_samples, 0)
         num_rows, prompt_len = tokens_BT.shape
-        cache = KVCache(
-            policy.shape,
-            num_slots=num_rows,
-            max_context=prompt_len + NEW_TOKENS,
-            dtype=torch.float32,
-            device="cpu",
-        )
+        cache = KVCache(policy, num_slots=num_rows, max_context=prompt_len + NEW_TOKENS)
         new_BT, logprobs_BT = tokens_BT, torch.zeros(num_rows, 0)
         for _ in range(NEW_TOKENS):
             cache.context = tokens_BT.shape[1]

@@ -67,13 +67,7 @@ def generate(policy: Decoder, tokenizer: Tokenizer, problems: Sequence[Problem],
     ]
     tokens_BT, uniforms_BT = torch.tensor(prompts), draws(seed, len(problems))
     num_rows, prompt_len = tokens_BT.shape
-    cache = KVCache(
-        policy.shape,
-        num_slots=num_rows,
-        max_context=prompt_len + MAX_NEW_TOKENS,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    cache = KVCache(policy, num_slots=num_rows, max_context=prompt_len + MAX_NEW_TOKENS)
     mask_BT, logprobs_BT = torch.zeros(num_rows, prompt_len), torch.zeros(num_rows, prompt_len)
     alive_B, new_BT, states = torch.ones(num_rows, dtype=torch.bool), tokens_BT, []
     for place in range(MAX_NEW_TOKENS):

@@ -1,6 +1,9 @@
 """Built-in models have the same bytes every time, and transformers can load what is written."""
 
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +181,50 @@ def test_other_gguf_families_are_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ValueError, match="GGUF architecture 'gemma3' is not supported; known: llama, qwen2"):
+        create_model(str(tmp_path / "m.gguf"), tmp_path / "m", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, [], "rope.scaling.type='yarn' of a GGUF file is not supported"),
+        ({}, ["rope_freqs.weight"], "the tensor 'rope_freqs.weight' of this GGUF file is not supported"),
+        ({}, ["blk.0.attn_q.bias"], "the tensor 'blk.0.attn_q.bias' of this GGUF file is not supported"),
+        ({"llama.context_length": None}, [], "the GGUF file has no llama.context_length"),
+    ],
+)
+def test_what_a_gguf_file_has_beyond_the_decoder_is_refused(
+    fields: dict[str, object],
+    tensors: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An ignored scaling of the rotations would give another model without a word."""
+    found: dict[str, object] = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 128,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 4,
+        "llama.feed_forward_length": 256,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.context_length": 64,
+    } | fields
+    reader = SimpleNamespace(
+        fields={
+            name: SimpleNamespace(data=[0], contents=lambda value=value: value)
+            for name, value in found.items()
+        },
+        tensors=[
+            SimpleNamespace(name=name, shape=(128, 16), data=torch.zeros(16, 128).numpy(), tensor_type=0)
+            for name in ("token_embd.weight", *tensors)
+        ],
+    )
+    fake = SimpleNamespace(GGUFReader=lambda path: reader, dequantize=lambda data, kind: data)
+    monkeypatch.setitem(sys.modules, "gguf", fake)
+    monkeypatch.setattr("shoal.model.builtin._write_gguf_tokenizer", lambda source, folder: None)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ValueError, match=re.escape(message)):
         create_model(str(tmp_path / "m.gguf"), tmp_path / "m", seed=0)
 
 

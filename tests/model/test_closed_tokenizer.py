@@ -196,9 +196,10 @@ def test_several_templates_need_one_called_default(folder: Path) -> None:
     path.write_text(json.dumps(settings | {"chat_template": named}))
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode_prompt("x", chat=True) == tokenizer.encode_prompt("x", chat=False)
-    path.write_text(json.dumps(settings | {"chat_template": [{"name": "rag", "template": "x"}]}))
-    with pytest.raises(ValueError, match=r"none of the chat templates \['rag'\] is called 'default'"):
-        load_tokenizer(folder)
+    for name in ("rag", ["rag"]):
+        path.write_text(json.dumps(settings | {"chat_template": [{"name": name, "template": "x"}]}))
+        with pytest.raises(ValueError, match=r"none of the chat templates \[.*rag.*\] is called 'default'"):
+            load_tokenizer(folder)
 
 
 # -- folders that are hostile or damaged --------------------------------------------------------------------
@@ -396,14 +397,15 @@ def test_tokens_without_an_embedding_are_refused(folder: Path) -> None:
         load_tokenizer(folder).encode_prompt("What is 12+34?", chat=True)
 
 
-def test_wrong_kinds_of_settings_are_ignored(folder: Path) -> None:
+@pytest.mark.parametrize("added", [[], {"900": "lstrip"}, {"900": {"content": 5}}])
+def test_wrong_kinds_of_settings_are_ignored(added: object, folder: Path) -> None:
     save(folder, "qwen")
     wrong = {
         "eos_token": 7,
         "bos_token": ["x"],
         "chat_template": 5,
         "extra_special_tokens": 3,
-        "added_tokens_decoder": [],
+        "added_tokens_decoder": added,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(wrong))
     (folder / "chat_template.jinja").unlink()

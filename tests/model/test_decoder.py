@@ -106,7 +106,7 @@ def test_a_row_of_padding_alone_stays_finite_forward_and_backward(decoder: Decod
 
 def test_cached_decoding_of_unequal_rows_equals_the_full_forward(decoder: Decoder) -> None:
     lengths = [5, 3]
-    cache = KVCache(decoder.shape, num_slots=3, max_context=9, dtype=torch.float32, device="cpu")
+    cache = KVCache(decoder, num_slots=3, max_context=9)
     with torch.no_grad():
         full = decoder(TOKENS_BT, _positions(TOKENS_BT))
         cache.context = 5
@@ -123,9 +123,9 @@ def test_cached_decoding_of_unequal_rows_equals_the_full_forward(decoder: Decode
 
 def test_copied_slots_continue_like_their_source(decoder: Decoder) -> None:
     with torch.no_grad():
-        prompt = KVCache(decoder.shape, num_slots=2, max_context=4, dtype=torch.float32, device="cpu")
+        prompt = KVCache(decoder, num_slots=2, max_context=4)
         decoder(TOKENS_BT[:, :4], _positions(TOKENS_BT[:, :4]), cache=prompt)
-        cache = KVCache(decoder.shape, num_slots=4, max_context=6, dtype=torch.float32, device="cpu")
+        cache = KVCache(decoder, num_slots=4, max_context=6)
         source = torch.tensor([1, 0, 1])
         cache.copy_from(prompt, source_slots=source, slots=torch.tensor([0, 1, 2]), context=4)
         cache.context = 5
@@ -150,6 +150,13 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
         ({"model_type": "mistral", "sliding_window": 4}, "sliding_window=4"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 17}, "head_dim=17 is odd"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be above 0"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_slow": 0.0}},
+            "beta_slow=0.0 must be above 0",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_theta=1.0 must be above 1"),
     ],
 )
 def test_unsupported_settings_are_errors(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Plain folders of versions: what transformers loads, and the link to the newest one."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,25 @@ def test_transformers_loads_the_plain_folder_of_the_tiny_model(tiny: Path, tmp_p
         own
     )
     assert isinstance(load_tokenizer(tmp_path / "plain"), CharTokenizer)
+
+
+def test_the_source_keeps_its_own_tokenizer_file(tiny: Path, tmp_path: Path) -> None:
+    source = tmp_path / "v1"
+    shutil.copytree(tiny, source)
+    (source / "tokenizer.json").write_text("published")
+    write_plain_folder(source, tmp_path / "plain")
+    assert (source / "tokenizer.json").read_text() == "published"
+    assert load_tokenizer(tmp_path / "plain").vocab_size > 0
+
+
+def test_a_copy_that_does_not_fit_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shoal.model.plain_folder.link_or_copy", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_plain_folder(tiny, tmp_path / "out" / "plain")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -42,6 +42,13 @@ def test_an_unknown_character_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "m").encode_prompt("café", chat=True)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"alphabet": ["a", "bc"]}', "[]", "[" * 100_000])
+def test_a_file_without_an_alphabet_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "char_tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"char_tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -73,3 +80,15 @@ def test_a_hugging_face_tokenizer_uses_its_chat_template_if_it_has_one(
     assert tokenizer.decode([5, 4, 0]) == "21"
     assert tokenizer.end_tokens == {0, 1}
     assert tokenizer.vocab_size == config["vocab_size"]
+
+
+def test_an_answer_ends_with_an_end_token_of_the_vocabulary(tmp_path: Path) -> None:
+    create_model("tiny", tmp_path / "m", seed=0)
+    folder = tmp_path / "m"
+    (folder / "char_tokenizer.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [99_999, 1]}))
+    RawTokenizer(models.WordLevel({"1": 0, "<end>": 1}, unk_token="1")).save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.end_tokens == {1}
+    assert tokenizer.encode_answer("1") == [0, 1]

@@ -1,5 +1,6 @@
 """Models of other families, through transformers: packing, gradients, saving and loading."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from shoal.model.builtin import create_model
 from shoal.model.decoder import Decoder
-from shoal.model.load_model import load_causal
+from shoal.model.load_model import load_causal, read_model_limits
 from shoal.model.logprobs import token_logprobs
 from shoal.model.transformers_model import TransformersModel
 from shoal.model.weights import save_weights
@@ -114,3 +115,11 @@ def test_a_folder_that_cannot_compute_is_refused_with_the_reason(tmp_path: Path)
         ValueError, match=r"transformers cannot compute with it: mat1 .*; correct config\.json"
     ):
         load_causal(tmp_path)
+
+
+def test_sizes_with_which_transformers_cannot_calculate_are_refused(tmp_path: Path) -> None:
+    create_model("tiny", tmp_path / "m", seed=0)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    with pytest.raises(ValueError, match="num_attention_heads='0' is not a positive whole number"):
+        read_model_limits(tmp_path / "m")

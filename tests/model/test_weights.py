@@ -49,7 +49,7 @@ def test_saving_is_deterministic_and_rounds_once(folder: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors", "v0"]
 
 
-@pytest.mark.parametrize("fault", ["missing", "surplus", "shape", "garbage", "absent"])
+@pytest.mark.parametrize("fault", ["missing", "surplus", "shape", "type", "garbage", "absent"])
 def test_a_wrong_file_is_an_error_and_changes_nothing(fault: str, folder: Path, tmp_path: Path) -> None:
     decoder = load_decoder(folder)
     before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
@@ -62,6 +62,8 @@ def test_a_wrong_file_is_an_error_and_changes_nothing(fault: str, folder: Path, 
             tensors["model.extra.weight"] = torch.zeros(1)
         case "shape":
             tensors[norm] = torch.zeros(7)
+        case "type":
+            tensors[norm] = torch.zeros(128, dtype=torch.int8)
     wrong = tmp_path / "wrong.safetensors"
     if fault == "garbage":
         wrong.write_bytes(b"\x08" + b"\x00" * 40)
@@ -71,6 +73,7 @@ def test_a_wrong_file_is_an_error_and_changes_nothing(fault: str, folder: Path, 
         "missing": "1 parameters are missing, first 'model.norm.weight'",
         "surplus": "'model.extra.weight' is not a parameter",
         "shape": r"model.norm.weight has shape \(7,\), config.json asks for \(128,\)",
+        "type": "model.norm.weight is stored as I8; known: F64, F32",
         "garbage": "not a readable safetensors file",
         "absent": "no weights at",
     }

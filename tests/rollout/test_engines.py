@@ -132,3 +132,16 @@ def test_transformers_refuses_a_swap_to_another_model(folder: Path, tmp_path: Pa
     assert engine.policy_version is None
     engine.load(folder, 2)
     assert generate(engine, 1)
+
+
+def test_a_first_load_that_fails_can_be_repeated(folder: Path, tmp_path: Path) -> None:
+    engine, damaged = (
+        TransformersEngine(compute_dtype="float32", proof=None, max_rows=2),
+        tmp_path / "damaged",
+    )
+    shutil.copytree(folder, damaged)
+    (damaged / "char_tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no alphabet"):
+        engine.load(damaged, 0)
+    engine.load(folder, 1)
+    assert generate(engine, 1)

@@ -1,6 +1,7 @@
 """The limits of a worker really limit: cores, memory, disk, bandwidth."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,15 +18,17 @@ from small_run import CONFIG, eventually, small_run
 from shoal.files import folder_bytes, free_cgroup_bytes, is_out_of_memory
 from shoal.net.rate_limit import BandwidthLimit
 from shoal.rollout.engine.api import Behaviour, GenerationRequest
-from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
+from shoal.rollout.engine.selection import AutoEngine, machine_capabilities
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.rollout.worker.limits import ResourceLimits
+from shoal.rollout.worker.session import LeaseLost
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
-from shoal.wire.lease import Lease
+from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
+    from shoal.rollout.engine.api import Engine
     from shoal.rollout.worker.worker_folder import WorkerFolder
     from shoal.wire.manifest import Manifest
 
@@ -143,15 +146,11 @@ def test_apple_silicon_gets_the_engine_that_runs_there(tmp_path: Path) -> None:
     from shoal.model.builtin import create_model
 
     create_model("tiny", tmp_path / "v0", seed=0)
-    engine = _make_for(
-        tmp_path / "v0", compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps", draft=None
-    )
+    chosen = AutoEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps")
+    assert chosen.policy_version is None
+    engine = chosen._choose(tmp_path / "v0")
     assert isinstance(engine, TransformersEngine)
     assert engine._exact_device == torch.device("cpu")
-    assert (
-        AutoEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps").policy_version
-        is None
-    )
     assert machine_capabilities("mps").device == "cpu"
 
 
@@ -181,19 +180,69 @@ def test_a_worker_keeps_its_limits_of_disk_and_bandwidth(tmp_path: Path) -> None
             thread.join(60)
 
 
+def cache_with(folder: Path, *, max_bytes: int) -> VersionCache:
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, max_bytes
+    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=folder))
+    return cache
+
+
 def test_older_versions_make_room_for_a_new_one(tmp_path: Path) -> None:
     for version in range(1, 5):
         folder = tmp_path / f"v{version}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes(100_000))
-    cache = VersionCache.__new__(VersionCache)
-    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 350_000
-    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache = cache_with(tmp_path, max_bytes=350_000)
     cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v3", "v4"]
     with pytest.raises(ValueError, match="two versions do not fit"):
         cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=300_000)))
     assert (tmp_path / "v4").exists()
+
+
+def test_an_interrupted_download_counts_once_and_older_ones_make_room(tmp_path: Path) -> None:
+    for name, num_bytes in (("v4", 100_000), ("v3.partial", 80_000), ("v5.partial", 80_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".model.safetensors.partial").write_bytes(bytes(num_bytes))
+    cache = cache_with(tmp_path, max_bytes=220_000)
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v4", "v5.partial"]
+
+
+def test_a_version_that_is_here_after_a_restart_fits(tmp_path: Path) -> None:
+    (tmp_path / "v5").mkdir()
+    (tmp_path / "v5" / "model.safetensors").write_bytes(bytes(100_000))
+    cache = cache_with(tmp_path, max_bytes=150_000)
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert (tmp_path / "v5").exists()
+
+
+def test_before_the_first_version_an_interrupted_download_of_another_one_makes_room(tmp_path: Path) -> None:
+    (tmp_path / "v3.partial").mkdir()
+    (tmp_path / "v3.partial" / ".model.safetensors.partial").write_bytes(bytes(80_000))
+    cache = cache_with(tmp_path, max_bytes=150_000)
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert list(tmp_path.iterdir()) == []
+
+
+class DeletedMeanwhile:
+    """An engine whose folder is deleted while it loads: a newer version needed the space, or the owner deleted it."""
+
+    def load(self, folder: Path, version: int) -> None:
+        shutil.rmtree(folder)
+        raise FileNotFoundError(folder / "model.safetensors")
+
+
+def test_a_version_that_is_deleted_while_it_is_loaded_loses_only_the_lease(tmp_path: Path) -> None:
+    policy = PolicyRef(version=1, weights_digest="ab" * 32)
+    (tmp_path / "v1").mkdir()
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders = {policy: tmp_path / "v1"}
+    for known in (cache._folders, {}):  # with {}, another thread has deleted it before the engine began
+        cache._folders = known
+        with pytest.raises(LeaseLost, match="version 1 was deleted while it was loaded") as lost:
+            cache.load(policy, cast("Engine", DeletedMeanwhile()))
+        assert lost.value.still_open
 
 
 def test_a_limit_that_no_version_fits_into_ends_the_worker(tmp_path: Path) -> None:

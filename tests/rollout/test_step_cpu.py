@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from threading import current_thread
+from threading import Event, Timer, current_thread
 
 import pytest
 import torch
@@ -38,9 +38,17 @@ def test_each_thread_uses_one_core_and_torch_keeps_its_setting() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_an_error_in_a_thread_is_raised() -> None:
+def test_an_error_in_a_thread_is_raised_when_all_jobs_have_ended() -> None:
+    failed, ended = Event(), []
+
+    def slow() -> None:
+        assert failed.wait(60)
+        ended.append(True)
+
+    Timer(0.1, failed.set).start()
     with pytest.raises(ZeroDivisionError):
-        CoreThreads().run([lambda: 1, lambda: 1 // 0])
+        CoreThreads().run([lambda: 1 // 0, slow])
+    assert ended
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

@@ -5,15 +5,19 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from shoal.background import BackgroundTask
 from shoal.model.tokenizer import CharTokenizer
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, LinkedEvent
 from shoal.rollout.engine.api import make_requests
+from shoal.rollout.worker.lease_supply import LeaseSupply
 from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, ServerClock
 from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
+from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, PolicyRef
@@ -299,3 +303,77 @@ def test_work_of_a_stale_version_is_given_back() -> None:
     with pytest.raises(LeaseLost, match="version 2 is stale") as lost:
         session.deliver(LEASE.model_copy(update={"deadline_s": 70.0}), b"rows", policy_version=2)
     assert lost.value.still_open
+
+
+# -- the supply of leases ------------------------------------------------------------------------------------
+
+
+class SlowCoordinator:
+    """Gives leases, and takes them back, when the test says so: as over a connection that hangs."""
+
+    def __init__(self) -> None:
+        self.gives, self.takes_back = threading.Event(), threading.Event()
+        self.asked: list[tuple[str, ...]] = []
+        self.abandoned: list[str] = []
+        versions = SimpleNamespace(
+            watch=lambda stop, *, fetch_ahead: stop.wait(60), ensure=lambda *_, **__: None
+        )
+        self.supply = LeaseSupply(
+            self.open_session,
+            cast("VersionCache", versions),
+            stop=threading.Event(),
+            prefetch=True,
+            deadline_s=60.0,
+            log=Log("worker"),
+        )
+
+    def open_session(self, stop: threading.Event) -> CoordinatorSession:
+        session = SimpleNamespace(
+            stop=stop, ask_lease=self.ask_lease, abandon=self.abandon, close=lambda: None
+        )
+        return cast("CoordinatorSession", session)
+
+    def ask_lease(self, heard: object, *, holds: list[str]) -> Lease:
+        self.asked.append(tuple(holds))
+        assert self.gives.wait(60)
+        return LEASE.model_copy(update={"lease_id": f"{len(self.asked):032x}"})
+
+    def abandon(self, lease: Lease, reason: str) -> None:
+        assert self.takes_back.wait(60)
+        self.abandoned.append(lease.lease_id)
+
+
+def ordered(supply: LeaseSupply) -> BackgroundTask[Lease]:
+    """Orders a lease and returns the search for it."""
+    supply.order()
+    assert supply._search is not None
+    return supply._search
+
+
+def test_a_lease_that_arrives_after_the_search_was_stopped_is_given_back() -> None:
+    coordinator = SlowCoordinator()
+    supply, search = coordinator.supply, ordered(coordinator.supply)
+    supply.stop(0.0, give_back="its owner pauses")
+    coordinator.takes_back.set()
+    coordinator.gives.set()
+    assert search.wait(60)
+    assert coordinator.abandoned == [f"{1:032x}"]
+    assert supply.take(lambda activity: None).lease_id == f"{2:032x}"
+    assert coordinator.asked == [(), ()], "a lease that nobody works on was named as held"
+    supply.stop(60.0, give_back=None)
+
+
+def test_giving_back_slowly_does_not_forget_leases_that_came_meanwhile() -> None:
+    coordinator = SlowCoordinator()
+    supply = coordinator.supply
+    coordinator.gives.set()
+    assert ordered(supply).wait(60)
+    supply.stop(0.5, give_back="its owner pauses")
+    assert ordered(supply).wait(60)
+    coordinator.takes_back.set()
+    for thread in threading.enumerate():
+        if thread.name == "give back":
+            thread.join(60)
+    assert coordinator.abandoned == [f"{1:032x}"]
+    assert supply.take(lambda activity: None).lease_id == f"{2:032x}"
+    supply.stop(60.0, give_back=None)

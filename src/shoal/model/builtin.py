@@ -131,23 +131,30 @@ def _draw_weights(decoder: Decoder, seed: int) -> None:
 
 
 def _write_copy(source: Path, folder: Path) -> None:
-    if decoder_refuses(source) is not None:
-        _write_transformers_copy(source, folder)
-        return
-    shape = read_shape(source)
-    _check_width(source, shape.hidden_size)
+    refusal = decoder_refuses(source)
+    model = _read_safetensors(source) if refusal is None else _read_through_transformers(source, refusal)
+    if model.shape.hidden_size < MIN_HIDDEN_SIZE:
+        raise ValueError(
+            f"{source}: hidden_size={model.shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}"
+        )
+    copy_all_but_weights(source, folder)
+    _declare_bfloat16(folder)
+    save_weights(model, folder / WEIGHTS_FILE)
+    if refusal is not None:
+        load_causal(folder)  # raises now if a role could not load it
+
+
+def _read_safetensors(source: Path) -> Decoder:
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{source}: no *.safetensors file; convert the weights to safetensors first")
-    copy_all_but_weights(source, folder)
-    _declare_bfloat16(folder)
-    decoder = empty_decoder(shape, torch.bfloat16)
+    decoder = empty_decoder(read_shape(source), torch.bfloat16)
     load_weight_files(decoder, weights)
-    save_weights(decoder, folder / WEIGHTS_FILE)
+    return decoder
 
 
-def _write_transformers_copy(source: Path, folder: Path) -> None:
-    """Copies a model of safetensors files through transformers; ours uses the parameters' names."""
+def _read_through_transformers(source: Path, refusal: str) -> TransformersModel:
+    """Reads a model of safetensors files through transformers; ours uses the parameters' names."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -159,18 +166,8 @@ def _write_transformers_copy(source: Path, folder: Path) -> None:
             use_safetensors=True,
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
-    copy_all_but_weights(source, folder)
-    _declare_bfloat16(folder)
-    whole = TransformersModel(model)
-    _check_width(source, whole.shape.hidden_size)
-    save_weights(whole, folder / WEIGHTS_FILE)
-    load_causal(folder)  # raises now if a role could not load it
-
-
-def _check_width(source: Path, hidden_size: int) -> None:
-    if hidden_size < MIN_HIDDEN_SIZE:
-        raise ValueError(f"{source}: hidden_size={hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}")
+        raise ValueError(f"{source}: {refusal}, and transformers says: {error}") from None
+    return TransformersModel(model)
 
 
 def _declare_bfloat16(folder: Path) -> None:
@@ -275,9 +272,15 @@ def _is_tied(stored: dict[str, Any]) -> bool:
 def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict[str, Any]:
     family = fields["general.architecture"]
 
-    def of(name: str) -> Any:
-        return fields[f"{family}.{name}"]
+    def of(name: str, default: object = None) -> Any:
+        if (value := fields.get(f"{family}.{name}", default)) is None:
+            raise ValueError(f"the GGUF file has no {family}.{name}; is it complete?")
+        return value
 
+    if (scaling := of("rope.scaling.type", "none")) != "none":
+        raise ValueError(
+            f"{family}.rope.scaling.type={scaling!r} of a GGUF file is not supported; use the model's folder in the Hugging Face layout"
+        )
     config = {
         "architectures": [_GGUF_FAMILIES[family]],
         "model_type": family,
@@ -285,13 +288,12 @@ def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict
         "hidden_size": of("embedding_length"),
         "num_hidden_layers": of("block_count"),
         "num_attention_heads": of("attention.head_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
-        "head_dim": fields.get(f"{family}.rope.dimension_count")
-        or of("embedding_length") // of("attention.head_count"),
+        "num_key_value_heads": of("attention.head_count_kv", of("attention.head_count")),
+        "head_dim": of("rope.dimension_count", of("embedding_length") // of("attention.head_count")),
         "intermediate_size": of("feed_forward_length"),
         "hidden_act": "silu",
         "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as float32
-        "rope_theta": of("rope.freq_base"),
+        "rope_theta": of("rope.freq_base", 10000.0),
         "max_position_embeddings": of("context_length"),
         "tie_word_embeddings": tied,
         **({"attention_bias": False, "mlp_bias": False} if family == "llama" else {}),
@@ -313,9 +315,8 @@ def _write_gguf_tokenizer(source: Path, folder: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     # These two describe how it was loaded, not the tokenizer.
     settings = {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only")}
-    settings["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # transformers 4 knows the class by this name only
-    )
+    # transformers 4 knows the class by this name only.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     _write_json(path, settings)
 
 
@@ -323,18 +324,21 @@ def _copy_gguf_tensor(
     parameters: dict[str, nn.Parameter], name: str, tensor: Any, config: dict[str, Any]
 ) -> None:
     """Copies a tensor to the parameter of its Hugging Face name and removes it from `parameters`."""
+    _, layer, part, kind = name.split(".") if name.count(".") == 3 else ("", "", "", "")
+    target = _GGUF_NAMES.get(name, f"model.layers.{layer}.{_GGUF_LAYER_NAMES.get(part)}.{kind}")
+    if target not in parameters:
+        # Llama 3.1 and later have rope_freqs.weight, the scaling of rotations: without it other text would come out.
+        raise ValueError(
+            f"the tensor {name!r} of this GGUF file is not supported; use the model's folder in the Hugging Face layout"
+        )
     values = _dequantize(tensor)
-    if name in _GGUF_NAMES:
-        parameters.pop(_GGUF_NAMES[name]).copy_(values)
-        return
-    _, layer, part, kind = name.split(".")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config["model_type"] == "llama" and part in heads:
         # llama.cpp interleaves the two halves that a rotation mixes; Hugging Face keeps them apart.
         values = (
             values.view(heads[part], config["head_dim"] // 2, 2, -1).transpose(1, 2).reshape(values.shape)
         )
-    parameters.pop(f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}").copy_(values)
+    parameters.pop(target).copy_(values)
 
 
 def _dequantize(tensor: Any) -> Tensor:

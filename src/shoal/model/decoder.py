@@ -54,18 +54,11 @@ class KVCache:
     forward pass to the number of positions of the longest row, new tokens included.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        num_slots: int,
-        max_context: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, decoder: "Decoder", *, num_slots: int, max_context: int) -> None:
+        shape, like = decoder.shape, decoder.model.norm.weight
         size = (shape.num_layers, num_slots, max_context, shape.num_kv_heads, shape.head_dim)
-        # Not torch.empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
-        self.keys_LSCKD, self.values_LSCKD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        # Not new_empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
+        self.keys_LSCKD, self.values_LSCKD = (like.new_zeros(size) for _ in range(2))
         self.num_slots, self.max_context = num_slots, max_context
         self.context = max_context
 
@@ -212,9 +205,8 @@ class Trunk(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         embed_VH = torch.empty(shape.vocab_size, shape.hidden_size)
-        if (
-            not embed_VH.is_meta
-        ):  # drawing on the meta device makes torch import its compiler, which takes seconds
+        # Drawing on the meta device makes torch import its compiler, which takes seconds.
+        if not embed_VH.is_meta:
             nn.init.normal_(embed_VH)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=embed_VH)
         self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.num_layers))
@@ -287,6 +279,25 @@ class Decoder(nn.Module):
             self._rope_P2D = rope_table(self.shape).to(positions_BT.device)
         at_BT1E = self._rope_P2D[positions_BT][:, :, None].to(self.model.embed_tokens.weight.dtype)
         return at_BT1E[..., : self.shape.head_dim], at_BT1E[..., self.shape.head_dim :]
+
+
+def run_prompts(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, *, chunk: int | None = None
+) -> Tensor:
+    """Computes prompts into the first slots of a cache, `chunk` positions at a time; returns the state at the end of each, [P, H]."""
+    like, width = decoder.model.norm.weight, max(map(len, prompts))
+    # Padding comes after the tokens: no token attends to it before it is overwritten.
+    padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+    tokens_PT = torch.tensor(padded, device=like.device)
+    last_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=like.device)
+    last_PH = like.new_empty(len(prompts), decoder.shape.hidden_size)
+    for start in range(0, width, chunk or width):
+        cache.context = min(start + (chunk or width), width)
+        positions_PT = torch.arange(start, cache.context, device=like.device).expand(len(prompts), -1)
+        states_PTH = decoder(tokens_PT[:, start : cache.context], positions_PT, cache=cache)
+        here_P = (last_P >= start) & (last_P < cache.context)
+        last_PH[here_P] = states_PTH[here_P, last_P[here_P] - start]
+    return last_PH
 
 
 def rotate(x_BTND: Tensor, rope_BT1D: tuple[Tensor, Tensor]) -> Tensor:

@@ -40,6 +40,10 @@ class FusedLayer(NamedTuple):
     down_HF: Tensor
 
 
+_MATRICES = ("qkv_QH", "o_HQ", "gate_up_FH", "down_HF")
+"""Fields of FusedLayer that a CPU packs."""
+
+
 class FusedWeights(NamedTuple):
     """A decoder's tensors, in the order in which a decode step uses them."""
 
@@ -99,19 +103,27 @@ def pack(weights: FusedWeights) -> FusedWeights:
 
     Only `linear` may use the packed matrices.
     """
-    return _with_matrices(weights, _packed) if _can_pack(weights.embed_VH.dtype) else weights
+    if not _can_pack(weights.embed_VH.dtype):
+        return weights
+    layers = tuple(
+        layer._replace(**{name: _packed(getattr(layer, name)) for name in _MATRICES})
+        for layer in weights.layers
+    )
+    return weights._replace(layers=layers, head_VH=_packed(weights.head_VH))
 
 
 def repack_jobs(packed: FusedWeights, weights: FusedWeights) -> list[Callable[[], None]]:
     """Returns one job per matrix that copies changed `weights` into `packed`, largest first. They may run in any order."""
     if not packed.head_VH.is_mkldnn:
         return []
-    pairs = zip(_matrices(packed), _matrices(weights), strict=True)
-    return [partial(_repack, *pair) for pair in sorted(pairs, key=lambda pair: -pair[1].numel())]
 
+    def repack(copy: Tensor, matrix: Tensor) -> None:
+        copy.copy_(_packed(matrix))
 
-def _repack(packed: Tensor, matrix: Tensor) -> None:
-    packed.copy_(_packed(matrix))
+    pairs = [(packed.head_VH, weights.head_VH)]
+    for copies, layer in zip(packed.layers, weights.layers, strict=True):
+        pairs += [(getattr(copies, name), getattr(layer, name)) for name in _MATRICES]
+    return [partial(repack, *pair) for pair in sorted(pairs, key=lambda pair: -pair[1].numel())]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -119,16 +131,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     One row is computed as two: libraries sum its products in another order.
     """
-    if len(x) == 1:
-        return linear_rows(x.expand(2, -1), weight, bias)[:1]
-    return linear_rows(x, weight, bias)
-
-
-def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = x.expand(2, -1) if len(x) == 1 else x
     if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    return F.linear(x, weight, bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    else:
+        product = F.linear(rows, weight, bias)
+    return product[:1] if len(x) == 1 else product
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -142,23 +150,3 @@ def _can_pack(dtype: torch.dtype) -> bool:
 def _packed(matrix: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, PACKED_ROWS)
     return packed
-
-
-def _with_matrices(weights: FusedWeights, change: Callable[[Tensor], Tensor]) -> FusedWeights:
-    layers = tuple(
-        layer._replace(
-            qkv_QH=change(layer.qkv_QH),
-            o_HQ=change(layer.o_HQ),
-            gate_up_FH=change(layer.gate_up_FH),
-            down_HF=change(layer.down_HF),
-        )
-        for layer in weights.layers
-    )
-    return weights._replace(layers=layers, head_VH=change(weights.head_VH))
-
-
-def _matrices(weights: FusedWeights) -> list[Tensor]:
-    def of(layer: FusedLayer) -> list[Tensor]:
-        return [layer.qkv_QH, layer.o_HQ, layer.gate_up_FH, layer.down_HF]
-
-    return [matrix for layer in weights.layers for matrix in of(layer)] + [weights.head_VH]

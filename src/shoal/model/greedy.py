@@ -2,8 +2,6 @@
 
 Rows are sorted by length and computed in batches that depend only on the prompts, so the same prompts give the same batches and, on
 the same kind of processor, the same numbers.
-
-B rows, T tokens of the longest one.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder, KVCache
+from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.model.transformers_model import CachedRows, TransformersModel
 
 BATCH_TOKENS = 1 << 15
@@ -69,29 +67,15 @@ class _Rows:
         self, model: Decoder | TransformersModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> None:
         self._model = model
-        weight = model.head().weight_VH
-        self._device = weight.device
-        self._lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
-        width = max(map(len, prompts))
-        tokens_BT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]).to(
-            self._device
-        )
+        device = model.head().weight_VH.device
         if isinstance(model, Decoder):
-            self._cache = KVCache(
-                model.shape,
-                num_slots=len(prompts),
-                max_context=width + max_new_tokens,
-                dtype=weight.dtype,
-                device=self._device,
-            )
-            self._cache.context = width
-            positions_BT = torch.arange(width, device=self._device).expand(len(prompts), width)
-            # Padding after a prompt is overwritten in the cache before a later token attends to it.
-            states_BTH = model(tokens_BT, positions_BT, cache=self._cache)
-            self._last_BH = states_BTH[torch.arange(len(prompts)), self._lengths_B - 1]
+            self._lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+            longest = max(map(len, prompts)) + max_new_tokens
+            self._cache = KVCache(model, num_slots=len(prompts), max_context=longest)
+            self._last_BH = run_prompts(model, prompts, self._cache)
         else:
             self._cached = CachedRows(model)
-            self._last_BH = self._cached.feed(tokens_BT)[:, -1]
+            self._last_BH = self._cached.feed(torch.tensor(prompts, device=device))[:, -1]
 
     def next_tokens(self) -> Tensor:
         """Returns the most likely next token of each row; of equally likely ones, that with the lowest number."""

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?P<repo>{_REPO})(?:@(?P<revision>[\w./-]+))?")
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 _UNWANTED = ["*/*"]
 """Folders inside a repository hold other formats, such as onnx/."""
@@ -35,9 +36,8 @@ def hub_folder(model: str) -> Path:
             match["repo"], revision=match["revision"], allow_patterns=_WANTED, ignore_patterns=_UNWANTED
         )
     except Exception as error:  # the package raises errors of its own, of requests and of the system
-        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]
         raise ValueError(
-            f"model {model!r} is no folder here, and the hub's copy cannot be had ({reason}); check the name and the connection, or "
+            f"model {model!r} is no folder here, and the hub's copy cannot be had ({_reason(error)}); check the name and the connection, or "
             f"download it elsewhere: hf download {match['repo']} --local-dir models/{match['repo'].partition('/')[2]}"
         ) from error
     return Path(folder)
@@ -45,18 +45,21 @@ def hub_folder(model: str) -> Path:
 
 def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
     """Uploads a model folder to the hub and returns the address of the commit. The repository is created if it does not exist."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo):
+    if not re.fullmatch(_REPO, repo):
         raise ValueError(f"{repo!r} is not the name of a repository; write ORG/NAME")
     hub = import_hub("shoal push")
     try:
         hub.create_repo(repo, private=private, exist_ok=True)
         done = hub.upload_folder(folder_path=str(folder), repo_id=repo, commit_message=message)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]
         raise ValueError(
-            f"{folder} was not pushed to {repo}: {reason}; log in with `hf auth login` or set HF_TOKEN to a token that may write"
+            f"{folder} was not pushed to {repo}: {_reason(error)}; log in with `hf auth login` or set HF_TOKEN to a token that may write"
         ) from error
     return str(getattr(done, "commit_url", "") or repo)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]
 
 
 def import_hub(asked_for: str) -> Any:

@@ -4,11 +4,10 @@ N tokens, V vocabulary entries, H hidden size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -43,7 +42,7 @@ class HasHead(Protocol):
 
 
 class TokenScores(NamedTuple):
-    """Log-probability and entropy of each token, both differentiable."""
+    """Log-probability and entropy of each token; the entropy without a gradient if `token_scores` was called so."""
 
     logprobs_N: Tensor
     """log softmax(logits / temperature) at the token; float32."""
@@ -120,7 +119,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         targets_N: Tensor,
@@ -128,7 +127,7 @@ class _Scores(torch.autograd.Function):
         chunk: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         # For a frozen matrix the gradient of a token's log-prob to its state is computed while the logits are there: computing
         # them again would take a third of the products with the matrix.
         at_once = wants_hidden and not wants_weight and not entropy_gradient
@@ -141,32 +140,36 @@ class _Scores(torch.autograd.Function):
                 d_NV = _gradient(logits_NV, targets, reduced, (ones_N, torch.zeros_like(ones_N)), temperature)
                 of_hidden.append(d_NV @ weight_VH)
         logprobs_N, lse_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
-        unit_NH = torch.cat(of_hidden) if at_once else None
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH)  # type: ignore[arg-type]  # None is allowed
+        if at_once:
+            ctx.save_for_backward(torch.cat(of_hidden))
+        else:
+            ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk = temperature, chunk  # type: ignore[attr-defined]
+        ctx.at_once, ctx.temperature, ctx.chunk = at_once, temperature, chunk
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, targets_N, lse_N, entropy_N, unit_NH = ctx.saved_tensors  # type: ignore[attr-defined]
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.at_once:
+            (unit_NH,) = ctx.saved_tensors
+            assert given[0] is not None, "entropies have no gradient here"
+            return (given[0][:, None] * unit_NH).to(unit_NH.dtype), None, None, None, None, None
+        hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = [torch.zeros_like(lse_N) if one is None else one for one in given]
-        if unit_NH is not None:
-            return (gradients[0][:, None] * unit_NH).to(unit_NH.dtype), None, None, None, None, None
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         # Chunks are summed in float32: in bfloat16 a later chunk's small values would be rounded away.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
-        for first in range(0, hidden_NH.shape[0], ctx.chunk):  # type: ignore[attr-defined]
-            at = slice(first, first + ctx.chunk)  # type: ignore[attr-defined]
+        for first in range(0, hidden_NH.shape[0], ctx.chunk):
+            at = slice(first, first + ctx.chunk)
             d_logits_NV = _gradient(
                 hidden_NH[at] @ weight_VH.T,
                 targets_N[at],
                 (lse_N[at], entropy_N[at]),
                 (gradients[0][at].contiguous(), gradients[1][at].contiguous()),
-                ctx.temperature,  # type: ignore[attr-defined]
+                ctx.temperature,
             )
             if d_hidden_NH is not None:
                 torch.mm(d_logits_NV, weight_VH, out=d_hidden_NH[at])

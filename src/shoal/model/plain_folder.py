@@ -36,18 +36,17 @@ def write_plain_folder(source: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and path.suffix != ".delta"
-            and path.name not in _LEFT_OUT
-        ):
-            link_or_copy(path, partial / path.name)
-    if (source / CHAR_FILE).exists():
-        write_char_tokenizer(CharTokenizer.load(source), partial)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+    try:
+        for path in sorted(source.iterdir()):
+            visible = path.is_file() and not path.name.startswith(".")
+            if visible and path.suffix != ".delta" and path.name not in _LEFT_OUT:
+                link_or_copy(path, partial / path.name)
+        if (source / CHAR_FILE).exists():
+            write_char_tokenizer(CharTokenizer.load(source), partial)
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # a copy that did not fit would keep the disk full
 
 
 def write_char_tokenizer(tokenizer: CharTokenizer, folder: Path) -> None:
@@ -82,4 +81,7 @@ def write_char_tokenizer(tokenizer: CharTokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     for name, value in ((TOKENIZER_FILE, content), ("tokenizer_config.json", settings)):
+        (folder / name).unlink(
+            missing_ok=True
+        )  # a hard link: writing would change the version that it came from
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

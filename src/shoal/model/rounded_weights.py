@@ -9,25 +9,19 @@ multiplies the 8-bit numbers and scales the sum uses the same weights. Embedding
 they are.
 """
 
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shoal.model.decoder import Decoder
+from shoal.model.transformers_model import TransformersModel
 from shoal.wire.requirements import WeightFormat
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 """Largest magnitude of each format."""
 
 
-class Layered(Protocol):
-    """A model with a list of layers: Decoder or TransformersModel."""
-
-    def blocks(self) -> list[nn.Module]: ...
-
-
 @torch.no_grad()
-def round_weights(model: Layered, format: WeightFormat) -> None:
+def round_weights(model: Decoder | TransformersModel, format: WeightFormat) -> None:
     """Rounds the matrices of all layers in place."""
     for block in model.blocks():
         for parameter in block.parameters():

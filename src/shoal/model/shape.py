@@ -9,15 +9,12 @@ from typing import Any
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
-# Settings that would change the results and that Decoder supports with these values only.
-_MUST_BE: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "pretraining_tp": (1,),
-}
+# Settings that would change the results. Decoder supports these values only.
+_MUST_BE = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1}
 
 LARGEST_NUMBER = 1e30
+_ROPE_ABOVE = {"rope_theta": 1, "factor": 0, "beta_fast": 0, "beta_slow": 0}
+"""Settings of rotations that other numbers are divided by, the first by its logarithm, and what they must be above."""
 _NEEDED = (
     "num_attention_heads",
     "vocab_size",
@@ -70,35 +67,30 @@ class Shape:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, and rotations need pairs of values")
 
 
 def read_shape(folder: Path) -> Shape:
     """Reads `folder`/config.json. Raises ValueError that names the setting if Decoder does not support it."""
     config = read_json(folder / "config.json")
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(
-            f"{folder}/config.json: model_type={family!r} is not supported; known: {', '.join(FAMILIES)}"
-        )
-    for key, allowed in _MUST_BE.items():
-        if config.get(key, allowed[0]) not in allowed:
-            raise ValueError(
-                f"{folder}/config.json: {key}={config[key]!r} is not supported; only {allowed[0]!r}"
-            )
-    missing = [key for key in _NEEDED if key not in config]
-    if missing:
-        raise ValueError(
-            f"{folder}/config.json has no {', '.join(missing)}; is it the config.json of a whole model?"
-        )
-    if family != "qwen2" and config.get("attention_bias"):
-        raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for {family}")
     try:
-        return _shape_of(config, str(family))
+        return _shape_of(config)
     except ValueError as error:
         raise ValueError(f"{folder}/config.json: {error}") from None
 
 
-def _shape_of(config: Mapping[str, Any], family: str) -> Shape:
+def _shape_of(config: Mapping[str, Any]) -> Shape:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type={family!r} is not supported; known: {', '.join(FAMILIES)}")
+    for key, only in _MUST_BE.items():
+        if config.get(key, only) != only:
+            raise ValueError(f"{key}={config[key]!r} is not supported; only {only!r}")
+    if missing := [key for key in _NEEDED if key not in config]:
+        raise ValueError(f"it has no {', '.join(missing)}; is it the config.json of a whole model?")
+    if family != "qwen2" and config.get("attention_bias"):
+        raise ValueError(f"attention_bias=true is not supported for {family}")
     positions = _whole(config, "max_position_embeddings")
     window = config.get("sliding_window") if family == "mistral" else None
     if window is not None and _whole(config, "sliding_window") < positions:
@@ -157,6 +149,9 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     known = {one.name for one in fields(Rope)}
     used = {name: value for name, value in given.items() if name in known and value is not None}
     numbers = {name: _number(used, name) for name in used.keys() - {"rope_type", "truncate"}}
+    for name, least in _ROPE_ABOVE.items():
+        if name in numbers and not numbers[name] > least:
+            raise ValueError(f"{name}={numbers[name]} must be above {least}")
     return Rope(**{**used, **numbers, "truncate": used.get("truncate", True) is True})
 
 

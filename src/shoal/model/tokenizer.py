@@ -33,14 +33,11 @@ MAX_DECODED_CHARS = 1 << 12
 """Most characters that decoding may make of one token. The longest tokens of known models have some hundred."""
 
 _GROWTH = {
-    **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 36},  # of a normalizer
-    **{
-        "Metaspace": 2,
-        "ByteLevel": 4,
-    },  # of a pre-tokenizer: a space before each word, a character for each byte
-    **{"WordPiece": 2, "BPEDecoder": 2, "CTC": 2},  # of a decoder: spaces between tokens
-    **{"BertProcessing": 3, "RobertaProcessing": 3},  # of a post-processor: special tokens around a text
-}
+    "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 36,  # of a normalizer
+    "Metaspace": 2, "ByteLevel": 4,  # of a pre-tokenizer: a space before each word, a character for each byte
+    "WordPiece": 2, "BPEDecoder": 2, "CTC": 2,  # of a decoder: spaces between tokens
+    "BertProcessing": 3, "RobertaProcessing": 3,  # of a post-processor: special tokens around a text
+}  # fmt: skip
 """Most characters (or tokens) that a step of a tokenizer makes of one. Steps that are not listed make at most one."""
 
 
@@ -127,7 +124,12 @@ class CharTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "CharTokenizer":
         """Reads the alphabet from a model folder."""
-        return cls(json.loads((folder / CHAR_FILE).read_text(encoding="utf-8"))["alphabet"])
+        alphabet = read_json(folder / CHAR_FILE).get("alphabet")
+        if not isinstance(alphabet, str):
+            raise ValueError(
+                f"{folder / CHAR_FILE} has no alphabet, which is a string with each character of the model once"
+            )
+        return cls(alphabet)
 
     def save(self, folder: Path) -> None:
         """Writes the alphabet to a model folder."""
@@ -183,9 +185,10 @@ class FileTokenizer:
             if "eos_token" in self._special_tokens
             else None
         )
-        ends = read_end_tokens(folder, config) or (() if own is None else (own,))
         self.vocab_size = read_vocab_size(folder, config)
-        self.end_tokens = frozenset(token for token in ends if token < self.vocab_size)
+        named = read_end_tokens(folder, config) or (() if own is None else (own,))
+        ends = [token for token in named if token < self.vocab_size]
+        self.end_tokens = frozenset(ends)
         if not self.end_tokens:
             raise ValueError(
                 f"{folder}: neither config.json nor the tokenizer names an end token of the vocabulary (eos_token_id)"
@@ -409,8 +412,9 @@ def _add_missing_tokens(raw: "RawTokenizer", settings: dict[str, Any], named: di
     for _, token in sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: int(item[0])):
         if (content := _content(token)) is not None and content not in known:
             known.add(content)
+            given = token if isinstance(token, dict) else {}
             missing.append(
-                AddedToken(content, **{key: token[key] is True for key in options if key in token})
+                AddedToken(content, **{key: given[key] is True for key in options if key in given})
             )
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
@@ -430,10 +434,8 @@ def _read_template(folder: Path, settings: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8") or None
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
         if not template:
-            raise ValueError(
-                f"{folder}: none of the chat templates {sorted(map(str, named))} is called 'default'"
-            )
+            raise ValueError(f"{folder}: none of the chat templates {sorted(named)} is called 'default'")
     return template if isinstance(template, str) and template else None

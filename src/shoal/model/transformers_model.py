@@ -176,7 +176,7 @@ def _read_config(config: dict[str, Any]) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
+        except (TypeError, AttributeError, IndexError, ArithmeticError, StrictDataclassError) as error:
             raise ValueError(f"config.json: {str(error)[:300]}") from None
 
 
@@ -213,16 +213,10 @@ def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
                 f"{folder}: {model.config.model_type!r} computes logits from states in an unsupported way; "
                 "supported: a matrix, a bias, a scale and a soft cap (LogitHead in model/logprobs.py)"
             )
-        model.packs = _packs(model, tokens_BT, positions_BT, segments_BT, alone)
-
-
-def _packs(
-    model: TransformersModel, tokens_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, alone: Tensor
-) -> bool:
-    try:
-        return _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
-    except TypeError:  # the architecture takes no position ids
-        return False
+        try:
+            model.packs = _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
+        except TypeError:  # the architecture takes no position ids
+            model.packs = False
 
 
 def _close(left: Tensor, right: Tensor) -> bool:

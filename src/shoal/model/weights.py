@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from shoal.files import restore_disk_error, write_atomically
 
 WEIGHTS_FILE = "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Types of safetensors that weights may be stored as. torch cannot read some others, and integers are no weights without a scale."""
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -35,7 +37,7 @@ def save_tensors(named: Iterable[tuple[str, Tensor]], path: Path, *, sync: bool 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Copies a file's values into the model's parameters in place. Without the file, the shards beside it are read.
 
-    Names and shapes are checked before the first value is copied, so a wrong file changes nothing.
+    Names, shapes and types are checked before the first value is copied, so a wrong file changes nothing.
     """
     load_weight_files(model, find_weight_files(path))
 
@@ -99,7 +101,12 @@ def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str])
                     raise ValueError(
                         f"{path}: {name!r} is not a parameter of this model; does config.json belong to it?"
                     )
-                stored, wanted = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
+                found_slice = file.get_slice(name)
+                if (kind := found_slice.get_dtype()) not in FLOATS:
+                    raise ValueError(
+                        f"{path}: {name} is stored as {kind}; known: {', '.join(FLOATS)}; convert it to one of these"
+                    )
+                stored, wanted = tuple(found_slice.get_shape()), tuple(parameters[name].shape)
                 if stored != wanted:
                     raise ValueError(f"{path}: {name} has shape {stored}, config.json asks for {wanted}")
                 found[name] = path

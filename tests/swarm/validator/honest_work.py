@@ -100,10 +100,7 @@ def generate(lease: Lease, policy: LoadedPolicy, *, temperature: float | None = 
     uniform_RT = uniforms(
         np.array(seeds, dtype=np.uint64)[:, None], np.arange(max_new, dtype=np.uint64)[None]
     )
-    dtype = next(decoder.parameters()).dtype
-    cache = KVCache(
-        decoder.shape, num_slots=len(prompts), max_context=length + max_new, dtype=dtype, device="cpu"
-    )
+    cache = KVCache(decoder, num_slots=len(prompts), max_context=length + max_new)
     rows = [Drawn([], [], []) for _ in prompts]
     tokens_BT, positions_BT = torch.tensor(prompts), torch.arange(length).expand(len(prompts), length)
     for step in range(max_new):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder, KVCache
+from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.adversary.lies import OTHER_SEED, OtherWeights
+from shoal.rollout.adversary.lies import OtherSeeds, OtherWeights
 from shoal.rollout.adversary.lying_engines import older, quantised_by_channel
 from shoal.rollout.engine.api import (
     Behaviour,
@@ -39,12 +39,8 @@ class PlainEngine:
 
     def __init__(self, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str) -> None:
         self.policy_version: int | None = None
-        self._dtype, self._proof, self._max_rows, self._device = (
-            DTYPES[compute_dtype],
-            proof,
-            max_rows,
-            device,
-        )
+        self._dtype, self._proof, self._max_rows = DTYPES[compute_dtype], proof, max_rows
+        self._device = device
         self._waiting: list[GenerationRequest] = []
         self._decoder: Decoder | None = None
         self._tokenizer: Tokenizer | None = None
@@ -59,10 +55,8 @@ class PlainEngine:
         return bool(self._waiting)
 
     def load(self, folder: Path, version: int) -> None:
-        self._decoder, self._tokenizer = (
-            load_decoder(folder, self._dtype, self._device),
-            load_tokenizer(folder),
-        )
+        self._decoder = load_decoder(folder, self._dtype, self._device)
+        self._tokenizer = load_tokenizer(folder)
         with torch.no_grad():
             self.alter(self._decoder)
         self.policy_version = version
@@ -84,9 +78,7 @@ class PlainEngine:
         """Changes the weights after they were loaded."""
 
     def make_cache(self, decoder: Decoder, num_rows: int, context: int) -> KVCache:
-        return KVCache(
-            decoder.shape, num_slots=num_rows, max_context=context, dtype=self._dtype, device=self._device
-        )
+        return KVCache(decoder, num_slots=num_rows, max_context=context)
 
     def forward(
         self, decoder: Decoder, tokens_BT: Tensor, positions_BT: Tensor, cache: KVCache, late: bool
@@ -106,14 +98,8 @@ class PlainEngine:
         device, rows = torch.device(self._device), range(len(requests))
         lengths_B = torch.tensor([len(one.prompt_tokens) for one in requests], device=device)
         width, longest = int(lengths_B.max()), max(one.max_new_tokens for one in requests)
-        # Padding comes after the tokens, where nothing reads it before it is overwritten.
-        padded = [one.prompt_tokens + (0,) * (width - len(one.prompt_tokens)) for one in requests]
-        tokens_BT = torch.tensor(padded, device=device)
         cache = self.make_cache(decoder, len(requests), width + longest)
-        cache.context = width
-        positions_BT = torch.arange(width, device=device).expand_as(tokens_BT)
-        all_BTH = self.forward(decoder, tokens_BT, positions_BT, cache, False)
-        next_BH = all_BTH[torch.arange(len(requests), device=device), lengths_B - 1]
+        next_BH = run_prompts(decoder, [one.prompt_tokens for one in requests], cache)
         temperatures_B = torch.tensor([one.temperature for one in requests], device=device)
         seeds = np.array([one.sample_seed for one in requests], dtype=np.uint64)
         ends = self.tokenizer.end_tokens
@@ -212,9 +198,7 @@ class QuantisedCacheEngine(PlainEngine):
         self._bits = bits
 
     def make_cache(self, decoder: Decoder, num_rows: int, context: int) -> KVCache:
-        cache = _QuantisedCache(
-            decoder.shape, num_slots=num_rows, max_context=context, dtype=self._dtype, device=self._device
-        )
+        cache = _QuantisedCache(decoder, num_slots=num_rows, max_context=context)
         cache.bits = self._bits
         return cache
 
@@ -294,11 +278,8 @@ def _continued(row: Rollout, other: Rollout) -> Rollout:
     )
 
 
-class CachedAnswers(OtherWeights):
+class CachedAnswers(OtherSeeds, OtherWeights):
     """Sends answers that it gave to the same prompts earlier: one version older, and drawn with another lease's seed."""
-
-    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]
 
 
 STALE_RATES = (1e-6, 1e-5, 1e-4)

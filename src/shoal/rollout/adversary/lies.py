@@ -16,6 +16,7 @@ import httpx2
 from shoal.model.load_model import DTYPES
 from shoal.model.tokenizer import Tokenizer, encode_leased_prompts, leased_setting
 from shoal.rollout.adversary.lying_engines import (
+    OTHER_SEED,
     Alter,
     AlteredEngine,
     BestEngine,
@@ -37,8 +38,6 @@ from shoal.wire.seeded_draw import problem_seeds
 
 FORGED_VALUE = 0x4010
 """2.25 as bfloat16: about the size of the largest normed states, so that exponents match as often as possible."""
-OTHER_SEED = 0x5EED
-"""Changes a leased sample seed into another one, by exclusive or."""
 
 
 def make_behaviour(lie: str, coordinator: str) -> Behaviour:
@@ -63,39 +62,8 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-class OtherWeights(Behaviour):
-    """Generates with weights that were never published: the leased ones, changed by `alter`."""
-
-    def __init__(self, alter: Alter) -> None:
-        self._alter = alter
-
-    def engine(self, engine: Engine) -> Engine:
-        return AlteredEngine(engine, self._alter)
-
-
-class OtherDtype(Behaviour):
-    """Computes in the dtype that was not leased: bfloat16 is faster, and some hardware has float32 only."""
-
-    def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:
-        return "bfloat16" if leased == "float32" else "float32"
-
-
-class BestOfN(Behaviour):
-    """Draws each answer several times and sends the likeliest."""
-
-    def engine(self, engine: Engine) -> Engine:
-        return BestEngine(engine, OTHER_SEED)
-
-
-class StaleWeights(Behaviour):
-    """Keeps the first version it loaded and claims to use every later one."""
-
-    def engine(self, engine: Engine) -> Engine:
-        return FrozenEngine(engine)
-
-
-class OwnProofs(Behaviour):
-    """Builds proofs itself, with the lease's settings, in the engine that `make` returns."""
+class OtherEngine(Behaviour):
+    """Works with the engine that `make` returns for the honest one, and tells it which proofs the lease asks for."""
 
     def __init__(self, make: Callable[[Engine], WrappedEngine]) -> None:
         self._make = make
@@ -111,7 +79,21 @@ class OwnProofs(Behaviour):
         return requests
 
 
-class Prefilled(OwnProofs):
+class OtherWeights(OtherEngine):
+    """Generates with weights that were never published: the leased ones, changed by `alter`."""
+
+    def __init__(self, alter: Alter) -> None:
+        super().__init__(partial(AlteredEngine, alter=alter))
+
+
+class OtherDtype(Behaviour):
+    """Computes in the dtype that was not leased: bfloat16 is faster, and some hardware has float32 only."""
+
+    def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:
+        return "bfloat16" if leased == "float32" else "float32"
+
+
+class Prefilled(OtherEngine):
     """Takes a cheaper model's tokens and runs them once through the leased one, which gives real proofs and log-probs."""
 
     def __init__(self) -> None:
@@ -334,10 +316,10 @@ LIES: dict[str, Callable[[], Behaviour]] = {
     "int8-weights": partial(OtherWeights, partial(quantised_by_channel, bits=8)),
     "int4-weights": partial(OtherWeights, partial(quantised_by_channel, bits=4)),
     "other-dtype": OtherDtype,
-    "stale-weights": StaleWeights,
+    "stale-weights": partial(OtherEngine, FrozenEngine),
     "smaller-model": Prefilled,
     "forged-proof": ForgedProof,
-    "typical-proof": partial(OwnProofs, TypicalEngine),
+    "typical-proof": partial(OtherEngine, TypicalEngine),
     "edited-prompt": EditedPrompt,
     "hidden-prompt": partial(HiddenEdit, lambda tokens: tokens[:1] + tokens),
     "hidden-token": partial(HiddenEdit, lambda tokens: _one_changed(tokens)),
@@ -349,7 +331,7 @@ LIES: dict[str, Callable[[], Behaviour]] = {
     "hot-sampling": partial(OtherTemperature, 2.0),
     "cold-sampling": partial(OtherTemperature, 0.5),
     "other-seeds": OtherSeeds,
-    "best-of-n": BestOfN,
+    "best-of-n": partial(OtherEngine, BestEngine),
     "copied-rows": CopiedRows,
     "replay": Replay,
     "fabricated": Fabricated,

@@ -24,6 +24,8 @@ from shoal.wire.run_spec import ProofSpec
 Alter = Callable[[Tensor], Tensor]
 """Returns the matrix that is used instead of a weight matrix."""
 
+OTHER_SEED = 0x5EED
+"""Changes a leased sample seed into another one, by exclusive or."""
 Q8_BLOCK = 32
 """Weights that share one scale in llama.cpp's Q8_0."""
 
@@ -179,9 +181,8 @@ class BestEngine(WrappedEngine):
 
     NUM_DRAWS = 4
 
-    def __init__(self, inner: Engine, other_seed: int) -> None:
+    def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
-        self._other_seed = other_seed
         self._draws: dict[tuple[int, int], list[FinishedRow]] = {}
         self._leased: dict[tuple[int, int], GenerationRequest] = {}
 
@@ -190,7 +191,7 @@ class BestEngine(WrappedEngine):
             self._leased[request.prompt_index, request.sample_index] = request
         self.inner.submit(
             [
-                replace(request, sample_seed=request.sample_seed ^ draw * self._other_seed)
+                replace(request, sample_seed=request.sample_seed ^ draw * OTHER_SEED)
                 for request in requests
                 for draw in range(self.NUM_DRAWS)
             ]

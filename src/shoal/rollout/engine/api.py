@@ -52,9 +52,9 @@ class FinishedRow:
         return Rollout(
             prompt_index=self.request.prompt_index,
             sample_index=self.request.sample_index,
-            prompt_tokens=tuple(self.request.prompt_tokens),
-            output_tokens=tuple(self.output_tokens),
-            logprobs=tuple(self.logprobs),
+            prompt_tokens=self.request.prompt_tokens,
+            output_tokens=self.output_tokens,
+            logprobs=self.logprobs,
             finish=self.finish,
             proof=self.proof,
         )
@@ -162,6 +162,14 @@ class Behaviour:
         return data
 
 
+def check_idle(engine: Engine, version: int) -> None:
+    """Raises ValueError if rows are unfinished, which the weights of `version` would change."""
+    if engine.has_work:
+        raise ValueError(
+            f"version {version} came while rows of version {engine.policy_version} are unfinished; finish them first"
+        )
+
+
 class EngineLimits(Protocol):
     """Limits of the model in an engine; model.shape.Shape has them."""
 
@@ -181,34 +189,24 @@ def check_requests(requests: Sequence[GenerationRequest], version: int | None, l
         raise ValueError("the engine holds no complete weights; load a version first")
     prompt: tuple[int, ...] = ()
     for request in requests:
-        _check_lengths(request, limits)
-        if request.prompt_tokens is not prompt:  # consecutive samples share their prompt: check it once
-            prompt = request.prompt_tokens
-            _check_tokens(request, limits)
-
-
-def _check_lengths(request: GenerationRequest, limits: EngineLimits) -> None:
-    num_prompt, num_new = len(request.prompt_tokens), request.max_new_tokens
-    if not num_prompt or num_new < 1 or not request.temperature > 0:
-        raise ValueError(
-            f"{_name(request)}: {num_prompt} prompt tokens, max_new_tokens={num_new}, "
-            f"temperature={request.temperature}; all must be above 0"
-        )
-    if num_prompt + num_new > limits.max_positions:
-        raise ValueError(
-            f"{_name(request)}: {num_prompt} prompt + {num_new} new tokens exceed the model's "
-            f"{limits.max_positions} positions; lower max_new_tokens or shorten the prompt"
-        )
-
-
-def _check_tokens(request: GenerationRequest, limits: EngineLimits) -> None:
-    least, most = min(request.prompt_tokens), max(request.prompt_tokens)
-    if least < 0 or most >= limits.vocab_size:
-        raise ValueError(
-            f"{_name(request)}: prompt tokens from {least} to {most}, but the model's vocabulary has "
-            f"{limits.vocab_size} entries; use the model's own tokenizer"
-        )
-
-
-def _name(request: GenerationRequest) -> str:
-    return f"row ({request.prompt_index}, {request.sample_index})"
+        name = f"row ({request.prompt_index}, {request.sample_index})"
+        num_prompt, num_new = len(request.prompt_tokens), request.max_new_tokens
+        if not num_prompt or num_new < 1 or not request.temperature > 0:
+            raise ValueError(
+                f"{name}: {num_prompt} prompt tokens, max_new_tokens={num_new}, temperature={request.temperature}; "
+                "all must be above 0"
+            )
+        if num_prompt + num_new > limits.max_positions:
+            raise ValueError(
+                f"{name}: {num_prompt} prompt + {num_new} new tokens exceed the model's {limits.max_positions} positions; "
+                "lower max_new_tokens or shorten the prompt"
+            )
+        # Consecutive samples share their prompt: its tokens are checked once.
+        if request.prompt_tokens is prompt:
+            continue
+        prompt = request.prompt_tokens
+        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+            raise ValueError(
+                f"{name}: prompt tokens from {min(prompt)} to {max(prompt)}, but the model's vocabulary has "
+                f"{limits.vocab_size} entries; use the model's own tokenizer"
+            )

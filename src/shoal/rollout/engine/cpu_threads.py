@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar
 
@@ -44,10 +44,15 @@ class CoreThreads:
         _keep_freed_memory()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs the jobs and returns their results in order. Jobs start in this order, so put the longest first."""
+        """Runs the jobs and returns their results in order. Jobs start in this order, so put the longest first.
+
+        Raises the error of a job after all have ended: the caller starts again, and none may still write then.
+        """
         if self._pool is None or len(jobs) == 1:  # a single job may use all of torch's threads
             return [job() for job in jobs]
-        return [done.result() for done in [self._pool.submit(_in_inference_mode, job) for job in jobs]]
+        started = [self._pool.submit(_in_inference_mode, job) for job in jobs]
+        wait(started)
+        return [job.result() for job in started]
 
 
 def _keep_freed_memory() -> None:

@@ -252,9 +252,8 @@ class KVSlots:
         newest_R = tokens_RT.gather(1, last_R1).squeeze(1)
         self.newest_S[slots_R] = torch.where(runs_R, newest_R, self.newest_S[slots_R])
         self.num_drawn_S[slots_R] = num_drawn_R
-        positions_R = torch.where(
-            ends_R, 0, self.positions_S[slots_R] + counts_R
-        )  # as the draw kernel: 0 if it has ended
+        # As the draw kernel: 0 if it has ended.
+        positions_R = torch.where(ends_R, 0, self.positions_S[slots_R] + counts_R)
         self.positions_S[slots_R] = torch.where(runs_R, positions_R, self.positions_S[slots_R])
         ended_R = torch.where(ends_R, num_drawn_R, 0)
         self.ended_S[slots_R] = torch.where(runs_R, ended_R, self.ended_S[slots_R])

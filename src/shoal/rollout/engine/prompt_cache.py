@@ -3,12 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder, KVCache
-from shoal.model.packed_prefill import upload
+from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.rollout.engine.block_pool import Prompt
 from shoal.rollout.engine.scheduler import Admission
 
@@ -121,29 +118,10 @@ class PromptCache:
 
 
 def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> PromptBatch:
-    """Computes keys, values and last logits of whole prompts, at most PrefillSize.tokens with padding at a time."""
-    norm = decoder.model.norm.weight
-    lengths = np.array([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
-    # Padding comes after the tokens: no token attends to it before it is overwritten.
-    padded = np.zeros((len(prompts), width), dtype=np.int64)
-    for line, prompt in enumerate(prompts):
-        padded[line, : len(prompt)] = prompt
-    tokens_PT, last_P = upload(padded, norm.device), upload(lengths - 1, norm.device)
-    cache = KVCache(
-        decoder.shape, num_slots=len(prompts), max_context=width, dtype=norm.dtype, device=norm.device
-    )
-    last_PH = norm.new_empty(len(prompts), decoder.shape.hidden_size)
-    chunk = max(1, PREFILL_SIZES[norm.device.type].tokens // len(prompts))
-    for start in range(0, width, chunk):
-        cache.context = min(start + chunk, width)
-        positions_PT = torch.arange(start, cache.context, device=norm.device).expand(len(prompts), -1)
-        hidden_PTH = decoder(tokens_PT[:, start : cache.context], positions_PT, cache=cache)
-        at_P = (last_P - start).clamp(0, hidden_PTH.shape[1] - 1)
-        here_P1 = ((last_P >= start) & (last_P < cache.context))[:, None]
-        last_PH = torch.where(
-            here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
-        )
+    """Computes keys, values and last logits of whole prompts on a CPU, at most PrefillSize.tokens with padding at a time."""
+    cache = KVCache(decoder, num_slots=len(prompts), max_context=max(map(len, prompts)))
+    chunk = max(1, PREFILL_SIZES["cpu"].tokens // len(prompts))
+    last_PH = run_prompts(decoder, prompts, cache, chunk=chunk)
     return PromptBatch(list(prompts), cache, decoder.logits(last_PH))
 
 

@@ -252,24 +252,20 @@ class Prover:
 
     def _finished_rows(self, batch: _EndedRows, proofs: Iterator[bytes]) -> list[FinishedRow]:
         # NumPy arrays: slicing tensors holds the interpreter lock, which decoding needs too, twice as long.
-        columns = batch.tokens_RN.numpy(), batch.logprobs_RN.numpy()
-        return [
-            self._finished_row(request, tokens_N[:count].tolist(), logprobs_N[:count].tolist(), next(proofs))
-            for request, count, tokens_N, logprobs_N in zip(
-                batch.requests, batch.counts, *columns, strict=True
+        columns = batch.requests, batch.counts, batch.tokens_RN.numpy(), batch.logprobs_RN.numpy()
+        rows = []
+        for request, count, tokens_N, logprobs_N in zip(*columns, strict=True):
+            tokens = tokens_N[:count].tolist()
+            rows.append(
+                FinishedRow(
+                    request=request,
+                    output_tokens=tuple(tokens),
+                    logprobs=tuple(logprobs_N[:count].tolist()),
+                    finish=ending(request, tokens, self._tokenizer)[1],
+                    proof=next(proofs),
+                )
             )
-        ]
-
-    def _finished_row(
-        self, request: GenerationRequest, tokens: list[int], logprobs: list[float], proof: bytes
-    ) -> FinishedRow:
-        return FinishedRow(
-            request=request,
-            output_tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            finish=ending(request, tokens, self._tokenizer)[1],
-            proof=proof,
-        )
+        return rows
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -86,9 +85,10 @@ class AutoEngine:
         device: str,
         draft: DraftSettings | None = None,
     ) -> None:
-        self._make = partial(
-            _make_for, compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device, draft=draft
-        )
+        self._settings: dict[str, Any] = {
+            "compute_dtype": compute_dtype, "proof": proof, "max_rows": max_rows, "device": device
+        }  # fmt: skip
+        self._draft = draft
         self._chosen: TorchEngine | TransformersEngine | None = None
         self.weights: WeightFormat | None = None
         """The format that `load` rounds the layers' weights to; None: they are not rounded."""
@@ -117,7 +117,7 @@ class AutoEngine:
 
     def load(self, folder: Path, version: int) -> None:
         if self._chosen is None:
-            self._chosen = self._make(folder)
+            self._chosen = self._choose(folder)
         self._chosen.weights = self.weights
         self._chosen.load(folder, version)
 
@@ -132,30 +132,20 @@ class AutoEngine:
             raise ValueError("the engine holds no model; load a version first")
         return self._chosen
 
+    def _choose(self, folder: Path) -> "TorchEngine | TransformersEngine":
+        """Returns an engine for the model in the folder, without weights."""
+        refusal = decoder_refuses(folder)
+        if torch.device(self._settings["device"]).type == "mps":
+            # TorchEngine has steps for CPUs and for CUDA (AMD's ROCm included); both use what Apple's GPUs lack.
+            refusal = refusal or "TorchEngine does not run on Apple silicon (mps)"
+        if refusal is None:
+            return TorchEngine(**self._settings, draft=self._draft)
+        from shoal.rollout.engine.transformers_engine import TransformersEngine
 
-def _make_for(
-    folder: Path,
-    *,
-    compute_dtype: ComputeDtype,
-    proof: ProofSpec,
-    max_rows: int,
-    device: str,
-    draft: DraftSettings | None,
-) -> "TorchEngine | TransformersEngine":
-    refusal = decoder_refuses(folder)
-    if torch.device(device).type == "mps":
-        # TorchEngine has steps for CPUs and for CUDA (AMD's ROCm included); both use what Apple's GPUs lack.
-        refusal = refusal or "TorchEngine does not run on Apple silicon (mps)"
-    if refusal is None:
-        return TorchEngine(
-            compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device, draft=draft
-        )
-    from shoal.rollout.engine.transformers_engine import TransformersEngine
-
-    if draft is not None:
-        _LOG.warning(f"--draft {draft.source} is not used: only TorchEngine verifies drafts")
-    _LOG.warning(f"generating through transformers, which is slow: {refusal}; --engine vllm is faster")
-    return TransformersEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+        if self._draft is not None:
+            _LOG.warning(f"--draft {self._draft.source} is not used: only TorchEngine verifies drafts")
+        _LOG.warning(f"generating through transformers, which is slow: {refusal}; --engine vllm is faster")
+        return TransformersEngine(**self._settings)
 
 
 def compute_class(engine: Engine, *, device: str, compute_dtype: ComputeDtype) -> ComputeClass:

@@ -28,6 +28,7 @@ from shoal.rollout.engine.api import (
     ComputeDtype,
     FinishedRow,
     GenerationRequest,
+    check_idle,
     check_requests,
 )
 from shoal.rollout.engine.cpu_threads import CoreThreads
@@ -118,10 +119,7 @@ class TorchEngine:
         )
 
     def load(self, folder: Path, version: int) -> None:
-        if self.has_work:
-            raise ValueError(
-                f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
-            )
+        check_idle(self, version)
         self.policy_version = None  # until the copy is complete the weights are neither version
         self._max_blocks = None
         self._prompts.clear()

@@ -21,7 +21,14 @@ from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import CachedRows, TransformersModel
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests, ending
+from shoal.rollout.engine.api import (
+    ComputeDtype,
+    FinishedRow,
+    GenerationRequest,
+    check_idle,
+    check_requests,
+    ending,
+)
 from shoal.rollout.engine.proofs import prove_states
 from shoal.rollout.engine.sampling import draw_tokens
 from shoal.wire.requirements import WeightFormat
@@ -74,10 +81,7 @@ class TransformersEngine:
         return bool(self._waiting or self._batch)
 
     def load(self, folder: Path, version: int) -> None:
-        if self.has_work:
-            raise ValueError(
-                f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
-            )
+        check_idle(self, version)
         self.policy_version = None  # until the copy is complete the weights are neither version
         config = read_json(folder / "config.json")
         if self._model is not None and config != self._config:
@@ -89,8 +93,8 @@ class TransformersEngine:
                 f"{folder}/config.json has another {', '.join(keys)} than what this engine was built for; start a new engine"
             )
         if self._model is None:
-            self._model = load_transformers_model(folder, self._dtype, self._device)
-            self._tokenizer, self._config = load_tokenizer(folder), config
+            model = load_transformers_model(folder, self._dtype, self._device)
+            self._tokenizer, self._config, self._model = load_tokenizer(folder), config, model
         else:
             load_weights(self._model, folder / WEIGHTS_FILE)
         if self.weights is not None:

@@ -24,7 +24,7 @@ from shoal.model.load_model import read_model_limits
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import ModelLimits
-from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests, ending
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_idle, check_requests, ending
 from shoal.rollout.engine.proofs import PROVE_ROWS
 from shoal.telemetry import Log
 from shoal.wire.run_spec import ProofSpec
@@ -94,10 +94,7 @@ class VllmEngine:
         return bool(self._running)
 
     def load(self, folder: Path, version: int) -> None:
-        if self.has_work:
-            raise ValueError(
-                f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
-            )
+        check_idle(self, version)
         self.policy_version = None  # until the copy is complete the weights are neither version
         if self._loaded is not None:
             self._loaded.check_shape(folder)
@@ -232,9 +229,8 @@ class RunningVllm:
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
             options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
-            os.environ["OMP_NUM_THREADS"] = str(
-                torch.get_num_threads()
-            )  # vLLM's process reads it when it starts
+            # vLLM's process reads it when it starts.
+            os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self.tokenizer = load_tokenizer(folder)
         arguments = EngineArgs(
             model=str(folder),

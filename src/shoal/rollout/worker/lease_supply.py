@@ -157,9 +157,10 @@ class LeaseSupply:
         session.close()
 
     def _give_back(self, session: CoordinatorSession, reason: str) -> None:
+        # One by one: if this takes longer than `stop` waits, a later search may hold other leases by then.
         for lease in list(self._held.values()):
             session.abandon(lease, reason)
-        self._held.clear()
+            self._held.pop(lease.lease_id, None)
 
     def _raise_watch_error(self) -> None:
         """Raises the error that ended the watch: without the watch a worker would use versions long out of date."""
@@ -183,9 +184,8 @@ class LeaseSupply:
                 continue
             took_s = time.monotonic() - started_s
             before_s = self._search_s if math.isfinite(self._search_s) else took_s
-            self._search_s = max(
-                took_s, (before_s + took_s) / 2
-            )  # one fast search must not shorten it at once
+            # One fast search must not shorten it at once.
+            self._search_s = max(took_s, (before_s + took_s) / 2)
             return lease
 
     def _ask_new_lease(self, session: CoordinatorSession) -> Lease:
@@ -197,10 +197,13 @@ class LeaseSupply:
             self._activity = Activity.WAITING
             lease = self._ask_until_needed(session)
             if lease.lease_id not in self._taken:
+                if (
+                    session.stop.is_set()
+                ):  # `stop` may have given up waiting, and would not give this lease back
+                    session.abandon(lease, "the worker stopped while it asked for a lease")
+                    raise Stopped("stopped while asking for a lease")
                 self._held[lease.lease_id] = lease
                 self._count_lease()
-                if session.stop.is_set():
-                    raise Stopped("stopped while asking for a lease")
                 return lease
             self._activity = Activity.LIMITED
             self._wait_until_one_ends(session.stop)

@@ -6,7 +6,7 @@ the first contact. Every wait has a deadline and names what it waits for.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -43,7 +43,6 @@ from shoal.wire.requirements import Capabilities
 from shoal.wire.run_spec import PROTOCOL
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T")
 
 SOFTWARE = f"shoal {shoal.__version__}"
 POLL_S = 0.1
@@ -296,43 +295,35 @@ class CoordinatorSession:
                 raise NotYet(str(error)) from None
             except Refused as refused:
                 if refused.code in _LEASE_OVER:
-                    raise _lease_error(refused) from None
+                    raise
                 # The upload was interrupted, or there are too many at once.
                 raise NotYet(str(refused), refused.problem.retry_after_s) from None
 
-        _until_deadline(
-            lambda left_s: wait_for(
-                "the upload", attempt, deadline_s=left_s, log=self._log, stop=self._client.stop
-            ),
-            end_s,
-        )
+        with _raise_lease_lost():
+            wait_for("the upload", attempt, deadline_s=_left_s(end_s), log=self._log, stop=self._client.stop)
 
     def _call_for_lease(
         self, what: str, lease: Lease, action: str, body: Record, reply: type[R], end_s: float
     ) -> R:
         path = f"/v1/leases/{lease.lease_id}{action}"
-        try:
-            with _raise_left_run():
-                return _until_deadline(
-                    lambda left_s: self._client.call_until(
-                        what, "POST", path, body, reply, deadline_s=left_s
-                    ),
-                    end_s,
-                )
-        except Refused as refused:
-            raise _lease_error(refused) from None
+        with _raise_lease_lost(), _raise_left_run():
+            return self._client.call_until(what, "POST", path, body, reply, deadline_s=_left_s(end_s))
 
 
-def _until_deadline(wait: Callable[[float], T], end_s: float) -> T:
-    """Calls `wait` with the seconds left until `end_s`, and turns its DeadlinePassed into LeaseLost."""
+def _left_s(end_s: float) -> float:
+    return max(0.0, end_s - time.monotonic())
+
+
+@contextmanager
+def _raise_lease_lost() -> Iterator[None]:
+    """Raises LeaseLost for a wait that reached the lease's deadline, and for a refusal after which it cannot be submitted."""
     try:
-        return wait(max(0.0, end_s - time.monotonic()))
+        yield
     except DeadlinePassed as passed:
         raise LeaseLost(str(passed), still_open=True) from None
-
-
-def _lease_error(refused: Refused) -> Exception:
-    if refused.code in _LEASE_OVER:
+    except Refused as refused:
+        if refused.code not in _LEASE_OVER:
+            raise
         # A conflict may leave the lease open: its version is stale, and the node's next lease has the same seed and newer ones.
-        return LeaseLost(str(refused), still_open=refused.code in ("request.too_large", "request.conflict"))
-    return refused
+        still_open = refused.code in ("request.too_large", "request.conflict")
+        raise LeaseLost(str(refused), still_open=still_open) from None

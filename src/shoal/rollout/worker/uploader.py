@@ -35,10 +35,12 @@ class Uploader:
         behaviour: Behaviour,
         supply: LeaseSupply,
         *,
+        on_wait: Callable[[], None],
         log: Log,
     ) -> None:
+        """`on_wait` is called again and again while the main thread waits, and may raise."""
         self._session, self._folder, self._behaviour, self._supply = session, folder, behaviour, supply
-        self._log = log
+        self._on_wait, self._log = on_wait, log
         self._deliveries: list[BackgroundTask[None]] = []
         self._folder_lock = threading.Lock()
         self.verdicts = VerdictLog(session, log)
@@ -48,21 +50,8 @@ class Uploader:
         assert len(self._deliveries) < MAX_DELIVERIES, "call wait_for_room first"
         self._deliveries.append(BackgroundTask("upload", partial(self._deliver, lease, table, figures)))
 
-    def wait_for_room(self, on_wait: Callable[[], None]) -> None:
-        """Waits until another delivery may start, and raises the error of one that ended. `on_wait` is called meanwhile."""
-        self._wait_until_fewer_than(MAX_DELIVERIES, on_wait)
-
-    def finish(self, on_wait: Callable[[], None]) -> None:
-        """Waits for all deliveries, and raises the error of the first that failed. Calls `on_wait` meanwhile, which may raise."""
-        self._wait_until_fewer_than(1, on_wait)
-
-    def close(self, wait_s: float) -> None:
-        """Waits for the deliveries under way, but at most `wait_s`: the coordinator would give the leases again."""
-        end_s = time.monotonic() + wait_s
-        for delivery in self._deliveries:
-            delivery.wait(max(0.0, end_s - time.monotonic()))
-
-    def _wait_until_fewer_than(self, limit: int, on_wait: Callable[[], None]) -> None:
+    def wait_for_room(self, limit: int = MAX_DELIVERIES) -> None:
+        """Waits until fewer than `limit` deliveries are under way, and raises the error of one that ended."""
         while True:
             ended = [delivery for delivery in self._deliveries if delivery.done]
             self._deliveries = [delivery for delivery in self._deliveries if delivery not in ended]
@@ -70,8 +59,18 @@ class Uploader:
                 delivery.result()
             if len(self._deliveries) < limit:
                 return
-            on_wait()
+            self._on_wait()
             self._deliveries[0].wait(POLL_S)
+
+    def finish(self) -> None:
+        """Waits for all deliveries, and raises the error of the first that failed."""
+        self.wait_for_room(1)
+
+    def close(self, wait_s: float) -> None:
+        """Waits for the deliveries under way, but at most `wait_s`: the coordinator would give the leases again."""
+        end_s = time.monotonic() + wait_s
+        for delivery in self._deliveries:
+            delivery.wait(max(0.0, end_s - time.monotonic()))
 
     # -- in the background threads -------------------------------------------------------------------------
 

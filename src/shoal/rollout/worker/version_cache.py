@@ -6,6 +6,7 @@ load     after that            loads it into the engine, and deletes versions th
 watch    all the time          asks for the newest version and fetches it before a lease names it
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
 from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_version, prune_versions
+from shoal.shardcast.manifest_files import partial_folder, partial_folders, version_folder
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
@@ -129,13 +131,19 @@ class VersionCache:
         """Loads a version that is here into the engine, then deletes versions that no lease will name any more.
 
         Keeps the loaded one, which may be an old version under evaluation, and the one that produced the last file,
-        which the owner may want to check.
+        which the owner may want to check. Raises LeaseLost if the version is deleted meanwhile.
         """
-        engine.load(self._folders[policy], policy.version)
+        try:
+            engine.load(self._folders[policy], policy.version)
+        except (KeyError, FileNotFoundError) as error:
+            if self._is_here(policy):
+                raise
+            raise LeaseLost(
+                f"version {policy.version} was deleted while it was loaded ({error})", still_open=True
+            ) from None
         self._log.info(f"loaded version {policy.version}")
-        if self._fetch_lock.acquire(
-            blocking=False
-        ):  # a fetch in progress may build on one of the old versions
+        # A fetch in progress may build on one of the old versions.
+        if self._fetch_lock.acquire(blocking=False):
             try:
                 keep = {policy.version} | self._worker_folder.last_submission_versions()
                 self._prune(self._max_lag + 2, keep)
@@ -149,18 +157,28 @@ class VersionCache:
     def _make_room(self, manifest: Manifest) -> None:
         """Deletes older versions until the new one fits into the limit of disk space. The caller holds the fetch lock.
 
-        The newest version that is here stays: it may be loaded, and the new one is built from it. Raises DiskLimit if both
-        do not fit.
+        The newest version that is here stays: it may be loaded, and the new one is built from it. Unfinished downloads of other
+        versions are deleted last, because a delta among them may be needed. Raises DiskLimit if nothing helps.
         """
         if self._max_bytes is None:
             return
         folder = self._worker_folder.versions
+        # What is here of the new version counts once: an interrupted download, or all of it after a restart.
+        own = (partial_folder(folder, manifest.version), version_folder(folder, manifest.version))
+
+        def fits() -> bool:
+            assert self._max_bytes is not None
+            others = folder_bytes(folder) - sum(map(folder_bytes, own))
+            return others + manifest.num_bytes <= self._max_bytes
+
         for keep_versions in range(self._max_lag + 2, 0, -1):
-            used = folder_bytes(folder)
-            if used + manifest.num_bytes <= self._max_bytes:
+            if fits():
                 return
             self._prune(keep_versions, {manifest.version})
-        if folder_bytes(folder) + manifest.num_bytes > self._max_bytes:
+        for unfinished in partial_folders(folder).values():
+            if unfinished not in own and not fits():
+                shutil.rmtree(unfinished)
+        if not fits():
             raise DiskLimit(
                 f"version {manifest.version} has {manifest.num_bytes / 1e9:.2f} GB, and two versions do not fit into "
                 f"--disk-gb {self._max_bytes / 1e9:g}; join again with at least --disk-gb {2.2 * manifest.num_bytes / 1e9:.2g}"

@@ -186,7 +186,8 @@ class Worker:
             deadline_s=config.deadline_s,
             log=log,
         )
-        self._uploader = Uploader(self._session, folder, behaviour, self._supply, log=log)
+        on_wait = partial(self._on_wait, Activity.DELIVERING)
+        self._uploader = Uploader(self._session, folder, behaviour, self._supply, on_wait=on_wait, log=log)
         self._engine = self._new_engine()
         self._lease: Lease | None = None
         """The lease that is being worked on; given back at shutdown."""
@@ -248,7 +249,7 @@ class Worker:
         if not self._owner_wants_machine():
             return
         self._supply.stop(SHUTDOWN_S, give_back="its owner pauses or leaves")
-        self._finish_uploads()
+        self._uploader.finish()
         while self._folder.is_paused() and not self._folder.is_leaving():
             self.status.begin(Activity.PAUSED, "paused by its owner")
             self._supply.excuse_pause()
@@ -264,7 +265,7 @@ class Worker:
 
     def _next_lease(self) -> Lease:
         if not self._config.prefetch:
-            self._finish_uploads()
+            self._uploader.finish()
         self.status.begin(Activity.WAITING)
         return self._supply.take(self._on_wait)
 
@@ -272,12 +273,6 @@ class Worker:
         self.status.begin(activity)
         if self._stop.is_set():
             raise Stopped(f"stopped while {activity.value}")
-
-    def _on_wait_for_upload(self) -> None:
-        self._on_wait(Activity.DELIVERING)
-
-    def _finish_uploads(self) -> None:
-        self._uploader.finish(self._on_wait_for_upload)
 
     def _raise_heartbeat_result(self) -> None:
         """Raises why the heartbeat thread ended the waits, if it did: the session is over, or the thread failed."""
@@ -296,7 +291,7 @@ class Worker:
         try:
             version = self._load_version(lease)
             table = self._generate(lease, version)
-            self._uploader.wait_for_room(self._on_wait_for_upload)
+            self._uploader.wait_for_room()
             self._uploader.send(
                 lease,
                 table,

@@ -36,18 +36,9 @@ PAUSE_NOW = "now"
 """Contents of the file `paused` after `shoal pause --now`."""
 STATUS_FILE, LOG_FILE = "status.json", "worker.log"
 NODE_FILES = (
-    *(
-        "node.key",
-        "node.json",
-        "run.json",
-        "lock",
-        "versions",
-        "entry_points.json",
-        "delegation.json",
-        "invite.txt",
-    ),
-    *("work.json", "last", "paused", "leaving", STATUS_FILE, LOG_FILE, f"{LOG_FILE}.1", "cache"),
-)
+    "node.key", "node.json", "run.json", "lock", "versions", "entry_points.json", "delegation.json", "invite.txt",
+    "work.json", "last", "paused", "leaving", STATUS_FILE, LOG_FILE, f"{LOG_FILE}.1", "cache",
+)  # fmt: skip
 """Everything that a worker or `shoal join` writes into the folder; `shoal remove` deletes these."""
 
 

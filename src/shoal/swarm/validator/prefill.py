@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.files import is_out_of_memory
-from shoal.model.decoder import Decoder, KVCache, supports_flash_attention
+from shoal.model.decoder import Decoder, KVCache, run_prompts, supports_flash_attention
 from shoal.model.load_model import device_name, kernel_release
 from shoal.model.packed_prefill import packed_states
 from shoal.model.rounded_weights import round_weights
@@ -115,10 +115,11 @@ def _prefill_cached(
 ) -> list[Tensor]:
     """Computes rows with the same prompt from one prefill of it."""
     prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
-    prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
+    prompt_cache = KVCache(decoder, num_slots=len(prompts), max_context=max(map(len, prompts)))
+    last_PH = run_prompts(decoder, prompts, prompt_cache)
     index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
     slots_B = torch.arange(len(rows), device=device)
-    cache = _make_cache(decoder, num_slots=len(rows), max_context=end + 1, device=device)
+    cache = KVCache(decoder, num_slots=len(rows), max_context=end + 1)
     cache.copy_from(
         prompt_cache, source_slots=index_B, slots=slots_B, context=min(prompt_cache.max_context, end + 1)
     )
@@ -127,20 +128,6 @@ def _prefill_cached(
         torch.cat([last_PH[index_B[place]][None], fed_BTH[place, : len(row.output_tokens) - 1]])
         for place, row in enumerate(rows)
     ]
-
-
-def _run_prompts(
-    decoder: Decoder, prompts: Sequence[tuple[int, ...]], device: torch.device
-) -> tuple[KVCache, Tensor]:
-    """Returns the cache with the prompts' keys and values, and the state at the end of each prompt, [P, H]."""
-    width = max(len(prompt) for prompt in prompts)
-    # Padding comes after the tokens, where nothing reads it before it is overwritten.
-    tokens_PT = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=device)
-    positions_PT = torch.arange(width, device=device).expand_as(tokens_PT)
-    cache = _make_cache(decoder, num_slots=len(prompts), max_context=width, device=device)
-    states_PTH = decoder(tokens_PT, positions_PT, cache=cache)
-    last_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    return cache, states_PTH[torch.arange(len(prompts), device=device), last_P]
 
 
 def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, device: torch.device) -> Tensor:
@@ -157,8 +144,3 @@ def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, devi
         positions_BT[place, :fed] = torch.arange(start, start + fed)
     states_BTH: Tensor = decoder(tokens_BT.to(device), positions_BT.to(device), cache=cache)
     return states_BTH
-
-
-def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: torch.device) -> KVCache:
-    dtype = decoder.model.norm.weight.dtype
-    return KVCache(decoder.shape, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
