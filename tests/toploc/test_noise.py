@@ -20,12 +20,16 @@ from shoal.toploc.decision import (
     standard_score,
 )
 from shoal.toploc.segments import NO_MATCH, SegmentCheck
-from shoal.wire.proof_noise import Noise, Tail
+from shoal.wire.proof_noise import RISEN, Noise, Tail
 
 Row = list[SegmentCheck]
 MORE = 1 + MARGIN
 """The largest mean of honest noise, relative to the calibrated one."""
 FULL, SHORT = 18_432, 1_152
+
+
+def test_a_rise_is_half_of_the_margin_of_sums() -> None:
+    assert 1 + MARGIN / 2 == RISEN
 
 
 def segment(mismatches: float, mantissa: float, *, size: int = FULL, signs: int = 0) -> SegmentCheck:

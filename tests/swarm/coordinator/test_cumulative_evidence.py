@@ -31,12 +31,11 @@ from shoal.swarm.coordinator.rules.cumulative_evidence import (
     next_sums,
     scores_of,
 )
-from shoal.toploc.decision import MARGIN
 from shoal.wire.codes import ACCEPTED, CODES, RECALIBRATING, UNCERTAIN, CorruptData
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Enrol, Enrolled, NodeView, OpenSession, Recorded, Session
-from shoal.wire.proof_noise import RISEN, LaterNoise, Noise
+from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.record import seal
 from shoal.wire.run_spec import PROTOCOL
 
@@ -622,8 +621,7 @@ def test_the_wait_of_a_node_that_asked_in_vain_grows_and_then_shrinks() -> None:
     assert watch.waits == {}
 
 
-def test_a_rise_is_half_of_the_margin_of_sums() -> None:
-    assert 1 + MARGIN / 2 == RISEN
+def test_a_rise_is_measured_against_the_earlier_calibration() -> None:
     assert noisier(1.3).rise_since(NOISE)["mismatches"] == pytest.approx(1.3)
     assert NOISE.rise_since(NOISE) == dict.fromkeys(
         ("mismatches", "mantissas", "logprobs", "draws"), pytest.approx(1.0)
