@@ -278,3 +278,38 @@ def test_the_byte_rate_covers_all_connections_of_an_address(start: Any, tmp_path
     assert [len(answer.content) for answer in answers] == [300_000] * 3
     # 900 kB at 1 MB/s; the last piece of 64 kB is sent before the rate allows it.
     assert time.monotonic() - began_s > 0.8
+
+
+def congestion_control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.mark.parametrize(("near_rtt_us", "expected"), [(10_000_000, b"reno"), (0, b"bbr")])
+def test_only_far_clients_get_bbr(monkeypatch: pytest.MonkeyPatch, near_rtt_us: int, expected: bytes) -> None:
+    accepted: list[bytes] = []
+    use_if_far = file_server._use_if_far
+
+    def use_and_look(sock: socket.socket, usual: bytes) -> None:
+        use_if_far(sock, usual)
+        accepted.append(congestion_control(sock))
+
+    monkeypatch.setattr(file_server, "_use_if_far", use_and_look)
+    monkeypatch.setattr(file_server, "NEAR_RTT_US", near_rtt_us)
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except OSError:
+            pytest.skip("this system has no BBR")
+    listening = listen("127.0.0.1", 0)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+    async def handle(request: FileRequest) -> FileResponse:
+        return FileResponse(200, b"hello")
+
+    server = FileServer(handle, listening, log=Log("files"))
+    server.start()
+    try:
+        assert httpx2.get(f"http://127.0.0.1:{server.port}/").content == b"hello"
+    finally:
+        server.close()
+    assert accepted == [expected]
