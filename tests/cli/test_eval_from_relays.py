@@ -1,8 +1,10 @@
 """`shoal eval URL`: a published version, also from relays that serve members only."""
 
+import contextlib
+import socketserver
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from small_stats import stats
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import shardcast
@@ -135,25 +137,33 @@ def test_a_tasks_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
 
 
 class EndlessServer:
-    """Answers every request with 256 MiB; `sent` counts the bytes."""
+    """Answers every request with 256 MiB; `sent` counts the bytes that clients took."""
 
     def __init__(self) -> None:
         self.sent = 0
-        app = Starlette(routes=[Route("/{path:path}", lambda request: StreamingResponse(self._body()))])
-        self._server = Server(app, listen("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.port}"
+        owner = self
 
-    async def _body(self) -> AsyncIterator[bytes]:
-        while self.sent < 256 << 20:
-            self.sent += 1 << 20
-            yield bytes(1 << 20)
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                self.request.recv(1 << 16)
+                self.request.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 268435456\r\n\r\n")
+                with contextlib.suppress(OSError):  # the client disconnected
+                    while owner.sent < 256 << 20:
+                        self.request.sendall(bytes(1 << 20))
+                        owner.sent += 1 << 20
+
+        self._server = socketserver.TCPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "EndlessServer":
-        self._server.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.close()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 def test_doctor_does_not_read_an_answer_without_end(run: Run) -> None:

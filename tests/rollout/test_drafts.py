@@ -13,8 +13,14 @@ from shoal.model.builtin import create_model
 from shoal.model.tokenizer import CharTokenizer
 from shoal.rollout.engine import block_pool, draft_model, kv_slots, scheduler, torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
-from shoal.rollout.engine.drafting import DraftCounts, Drafting, DraftRow, DraftSettings
-from shoal.rollout.engine.prompt_lookup import NgramIndex, PromptLookup
+from shoal.rollout.engine.drafting import (
+    DraftCounts,
+    Drafting,
+    DraftRow,
+    DraftSettings,
+    NgramIndex,
+    PromptLookup,
+)
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec

@@ -13,7 +13,6 @@ step_cuda       one decode step on a CUDA device as a graph; prompts computed be
 attention_plan  which rows attend to which part of a prompt together: the work list of a CUDA kernel; no torch
 sampling        the seeded draw
 drafting        which drafts rows are fed when few run: how long, from which source; no torch
-prompt_lookup   drafts from what a row has already said; no torch
 draft_model     drafts by a small model that draws with the same uniforms
 proofs          proofs of segments and finished rows, in a thread and on a stream of their own
 transformers_engine  a model of transformers behind the same interface, for all other families

@@ -1,6 +1,7 @@
 """Chooses the drafts that running rows are fed: how long, from which source, and whether they are worth it. No torch.
 
-DraftSource   proposes tokens: PromptLookup (prompt_lookup.py) or DraftModel (draft_model.py)
+DraftSource   proposes tokens: PromptLookup or DraftModel (draft_model.py)
+PromptLookup  proposes what followed the last time that a row's newest tokens occurred in its prompt or output
 Drafting      asks the source while few rows run, and learns from what was accepted
 """
 
@@ -20,6 +21,8 @@ CPU_DRAFT_ROWS = 1
 """The limit on a CPU: with 8 rows of a 0.5B model, lookup halved the speed there."""
 DRAFT_TOKENS = 7
 """Longest draft."""
+LONGEST, SHORTEST = 4, 2
+"""Tokens that are looked up: first the last four, then three, then two. A single token occurs too often to say what follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,53 @@ class DraftSource(Protocol):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Returns at most `num` tokens for each row. Rows that are left out of a call have ended or were preempted."""
+
+
+class NgramIndex:
+    """The tokens of one row, and where each run of SHORTEST to LONGEST of them last ended."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+        """For each run, the index of the token that followed its last occurrence."""
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds tokens. A run is entered when the token after it is known."""
+        for token in tokens:
+            end = len(self.tokens)
+            for length in range(SHORTEST, LONGEST + 1):
+                if end >= length:
+                    self._ends[tuple(self.tokens[end - length : end])] = end
+            self.tokens.append(token)
+
+    def propose(self, num: int) -> list[int]:
+        """Returns up to `num` tokens that followed the longest known run at the end of the row; none if there is no such run.
+
+        What follows a run may reach the row's end: then it repeats from there, so that a loop is continued.
+        """
+        for length in range(LONGEST, SHORTEST - 1, -1):
+            start = self._ends.get(tuple(self.tokens[-length:])) if len(self.tokens) >= length else None
+            if start is not None:
+                period = len(self.tokens) - start
+                return [self.tokens[start + at % period] for at in range(num)]
+        return []
+
+
+class PromptLookup:
+    """Proposes drafts for rows, each known by a number (a DraftSource)."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, NgramIndex] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Returns a draft for each row, and removes all rows that are not among these."""
+        known, self._rows = self._rows, {}
+        for row in rows:
+            index = known.get(row.number) or NgramIndex(row.prompt)
+            index.extend(row.drawn[len(index.tokens) - len(row.prompt) :].tolist())
+            self._rows[row.number] = index
+        return [self._rows[row.number].propose(row.num) for row in rows]
 
 
 @dataclass(slots=True)

@@ -33,10 +33,9 @@ from shoal.rollout.engine.api import (
 )
 from shoal.rollout.engine.cpu_threads import CoreThreads
 from shoal.rollout.engine.draft_model import DraftModel, check_same_tokenizer
-from shoal.rollout.engine.drafting import DRAFT_TOKENS, DraftCounts, Drafting, DraftSettings
+from shoal.rollout.engine.drafting import DRAFT_TOKENS, DraftCounts, Drafting, DraftSettings, PromptLookup
 from shoal.rollout.engine.kv_slots import BlockCache, EndedRowsReader, KVSlots, cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PendingPrefill, PromptCache
-from shoal.rollout.engine.prompt_lookup import PromptLookup
 from shoal.rollout.engine.proofs import Prover
 from shoal.rollout.engine.scheduler import (
     GROW_STEPS,
