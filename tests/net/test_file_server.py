@@ -200,7 +200,7 @@ def test_a_request_with_a_body_is_the_last_of_its_connection() -> None:
 
 def test_connections_that_arrive_while_it_closes_are_closed_too(start: Any) -> None:
     """Sockets that stay open are found by the garbage collector, whose warnings are errors here."""
-    for _ in range(30):
+    for _ in range(12):
         _, server = start()
         with ThreadPoolExecutor(4) as pool:
             clients = [pool.submit(socket.create_connection, ("127.0.0.1", server.port)) for _ in range(4)]
