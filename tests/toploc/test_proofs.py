@@ -163,7 +163,7 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     page = (Path(__file__).parents[2] / "docs" / "toploc.md").read_text(encoding="utf-8")
     torch.manual_seed(0)
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    assert len(capsys.readouterr().out.splitlines()) == 4, "one line per segment, and the problem of the lies"
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one line per segment, and the problem of the lies"
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
