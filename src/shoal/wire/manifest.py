@@ -128,6 +128,7 @@ class FileEntry(Record):
 class Manifest(Sealable):
     """All files of one policy version of a run."""
 
+    tag = "shoal/manifest/1"
     run: str
     version: int = Field(ge=0)
     base: int | None = None
@@ -135,25 +136,13 @@ class Manifest(Sealable):
     files: tuple[FileEntry, ...]
     created_at_s: float
 
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/manifest/1"
-
     @model_validator(mode="after")
-    def _names_are_allowed(self) -> "Manifest":
-        for entry in self.files:
-            check_file_name(entry.name)
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "Manifest":
+    def _consistent(self) -> "Manifest":
         names = [entry.name for entry in self.files]
+        for name in names:
+            check_file_name(name)
         if len(set(names)) != len(names):
             raise ValueError(f"duplicate file names: {names}")
-        return self
-
-    @model_validator(mode="after")
-    def _base_fits(self) -> "Manifest":
         builds = any(entry.codec != "raw" or entry.delta is not None for entry in self.files)
         if builds and self.base is None:
             raise ValueError(f"version {self.version} has deltas or same files, but names no base")
