@@ -128,8 +128,7 @@ class FileImage:
             )
             return
         with payload.open("rb") as file:
-            fd, num_bytes = file.fileno(), payload.stat().st_size
-            delta = DeltaReader(lambda start, length: os.pread(fd, length, start), num_bytes, self.num_bytes)
+            delta = DeltaReader(file, self.num_bytes)
             for start in range(0, self.words.size, CHUNK_WORDS):
                 delta.next_chunk().apply(self.words[start : start + CHUNK_WORDS])
             delta.check_end()
