@@ -154,7 +154,7 @@ def restore_image(store: Versions, version: int, name: str) -> FileImage | None:
     wanted = store.manifest(version)
     number, manifest = version, wanted
     while manifest is not None and not (store.path(number) / name).is_file():
-        entry = next((one for one in manifest.files if one.name == name), None)
+        entry = manifest.find(name)
         if entry is None or manifest.base is None:
             return None
         if entry.delta is not None:

@@ -106,22 +106,11 @@ class FileEntry(Record):
         """The files that are sent for this entry: itself, its delta, both, or none. Each has codec `raw`."""
         if self.delta is None:
             return (self,) if self.codec == "raw" else ()
-        delta = FileEntry(
-            name=self.name + DELTA_SUFFIX,
-            num_bytes=self.delta.num_bytes,
-            blake3=self.delta.blake3,
-            shard_bytes=self.shard_bytes,
-            shards=self.delta.shards,
-        )
+        name = self.name + DELTA_SUFFIX
+        delta = FileEntry.copied_from(self.delta, name=name, shard_bytes=self.shard_bytes)
         if self.codec == "delta":
             return (delta,)
-        whole = FileEntry(
-            name=self.name,
-            num_bytes=self.num_bytes,
-            blake3=self.blake3,
-            shard_bytes=self.shard_bytes,
-            shards=self.shards,
-        )
+        whole = FileEntry(**self.model_dump(exclude={"delta"}))
         return (delta, whole)  # the delta first: most clients have the base
 
 
@@ -152,13 +141,16 @@ class Manifest(Sealable):
             )
         return self
 
+    def find(self, name: str) -> FileEntry | None:
+        """Returns the file of this name; None if there is none."""
+        return next((entry for entry in self.files if entry.name == name), None)
+
     def file(self, name: str) -> FileEntry:
-        for entry in self.files:
-            if entry.name == name:
-                return entry
-        raise KeyError(
-            f"version {self.version} has no file {name!r}; it has {[entry.name for entry in self.files]}"
-        )
+        """Returns the file of this name. Raises KeyError if there is none."""
+        if (entry := self.find(name)) is None:
+            names = [entry.name for entry in self.files]
+            raise KeyError(f"version {self.version} has no file {name!r}; it has {names}")
+        return entry
 
     @property
     def payloads(self) -> tuple[FileEntry, ...]:
