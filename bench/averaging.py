@@ -167,7 +167,8 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
 
 
 def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+    from shoal.diloco.averaging.averager import AveragerSettings
+    from shoal.diloco.averaging.peers import PeerAverager
     from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
     from shoal.telemetry import Log
 

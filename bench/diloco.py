@@ -35,8 +35,8 @@ import numpy as np
 from curves import PRESETS, compare, curves, draw, read_records, write_text
 from throttle import LOSS_S, PIECE_BYTES
 
-from shoal.diloco.averaging.averager import Ready
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import AveragerSettings, Ready
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.codec import coded_bytes
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import take_round

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.diloco.averaging.averager import Averager, Ready
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import Averager, AveragerSettings, Ready
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
 from shoal.diloco.robust import RobustSettings
 from shoal.diloco.rounds import RoundOutcome, take_round

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shoal.diloco.averaging.averager import Averager, Ready
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import Averager, AveragerSettings, Ready
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.codec import CodecName, Coded, decode
 from shoal.diloco.outer import OuterState, Vector, first_state
 from shoal.diloco.robust import PartAverager, RobustSettings

@@ -262,7 +262,7 @@ def test_card_of_another_peer_is_refused(swarm: Any, named: str) -> None:
     """It could take over what a peer says of itself, or add a leader that does not exist."""
     _, peers, _ = swarm(3)
     answer(peers[2], card_of(named, NEWEST))
-    assert on_loop(peers[0], peers[0]._hello(peers[2].peer)) is None
+    assert on_loop(peers[0], peers[0]._discovery.hello(peers[2].peer)) is None
     known = peers[0].peers()
     assert list(known) == [peers[1].peer], "the liar is suspected"
     assert known[peers[1].peer].standing != NEWEST

@@ -21,11 +21,11 @@ def test_an_object_exists_when_its_upload_is_complete(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     upload = store.receive("token", SHA256, len(DATA))
     upload.write(DATA[:1000])
-    assert not store.has(SHA256)
+    assert not store.path(SHA256).exists()
     upload.write(DATA[1000:])
-    assert not store.has(SHA256)
+    assert not store.path(SHA256).exists()
     upload.finish()
-    assert store.has(SHA256)
+    assert store.path(SHA256).exists()
     assert store.read(SHA256) == DATA
     assert incoming_files(tmp_path) == []
 
@@ -36,7 +36,7 @@ def test_the_first_surplus_byte_is_refused(tmp_path: Path) -> None:
     upload.write(DATA)
     with pytest.raises(Rejected, match=r"request\.too_large"):
         upload.write(b"!")
-    assert not store.has(SHA256)
+    assert not store.path(SHA256).exists()
     assert incoming_files(tmp_path) == []
 
 
@@ -50,7 +50,7 @@ def test_other_bytes_than_declared_are_refused(tmp_path: Path, sent: bytes, code
     upload.write(sent)
     with pytest.raises(Rejected, match=f"request.{code}"):
         upload.finish()
-    assert not store.has(SHA256)
+    assert not store.path(SHA256).exists()
     assert incoming_files(tmp_path) == []
 
 
@@ -80,7 +80,7 @@ def test_interrupted_uploads_are_deleted_on_restart(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     # The young one may be in progress at another coordinator that shares the folder.
     assert incoming_files(tmp_path) == [young]
-    assert not store.has(SHA256)
+    assert not store.path(SHA256).exists()
 
 
 def test_complete_objects_survive_a_restart(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_complete_objects_survive_a_restart(tmp_path: Path) -> None:
 )
 def test_only_a_digest_is_a_name(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path)
-    for use in (store.path, store.has, store.read):
+    for use in (store.path, store.read):
         with pytest.raises(Rejected, match=r"request\.not_found"):
             use(name)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
+from memory_delta import encode
 
 from shoal.shardcast.adapter_delta import (
     HEAD,
@@ -17,7 +18,7 @@ from shoal.shardcast.adapter_delta import (
     encode_adapters,
     merge_words,
 )
-from shoal.shardcast.delta import apply_deltas, encode
+from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.file_image import FileImage
 from shoal.wire.codes import CorruptData
 

@@ -11,9 +11,10 @@ import zstandard
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_delta import apply, encode
 
 from shoal.shardcast import delta
-from shoal.shardcast.delta import apply, apply_deltas, encode, write_delta
+from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.codes import CorruptData
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire" / "delta.md"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_delta import apply, encode
 
 from shoal.files import DiskFull
 from shoal.shardcast import delta, file_image
@@ -69,8 +70,8 @@ def test_a_delta_of_changed_words_equals_one_of_two_files(num_bytes: int) -> Non
     image = make_image(num_bytes)
     before = bytes(image.view)
     payload = b"".join(image.change(random_changes(image, 0.1)))
-    assert payload == delta.encode(before, bytes(image.view))
-    assert delta.apply(before, payload) == bytes(image.view)
+    assert payload == encode(before, bytes(image.view))
+    assert apply(before, payload) == bytes(image.view)
 
 
 def test_a_version_is_restored_from_a_whole_file_and_deltas(store: VersionStore) -> None:

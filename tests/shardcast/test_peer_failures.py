@@ -121,7 +121,7 @@ def test_no_name_leaves_the_folder(
     """The package `shardcast` writes a version named ../../x outside of the folder."""
     body = json.loads(origin.publish(7, kit.random_files()).canonical())["body"]
     body["files"][0]["name"] = name
-    signature = key.sign(Manifest.tag().encode() + b"\n" + canonical_json(body))
+    signature = key.sign(Manifest.tag.encode() + b"\n" + canonical_json(body))
     forged = canonical_json({"body": body, "key": key.public, "signature": signature})
     with pytest.raises(Rejected, match="malformed"):  # even from the run key itself
         Sealed[Manifest].parse(forged)

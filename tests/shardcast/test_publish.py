@@ -7,9 +7,9 @@ from typing import Any
 
 import blake3
 import pytest
+from memory_delta import apply
 
 from shoal.shardcast import Base, manifest_files, publish
-from shoal.shardcast.delta import apply
 from shoal.shardcast.publish import MAX_SHARDS, SHARD_BYTES, shard_size
 from shoal.swarm.coordinator.http.router import LARGE_BODY
 from shoal.wire.keys import Key

@@ -10,7 +10,8 @@ import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.background import BackgroundTask
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import AveragerSettings
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.ranks import Ranks, join_ranks
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics

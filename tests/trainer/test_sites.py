@@ -12,7 +12,8 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner, make_model
 
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import AveragerSettings
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics

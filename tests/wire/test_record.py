@@ -151,9 +151,7 @@ def test_a_seal_by_another_key_is_refused() -> None:
 
 def test_a_seal_of_one_kind_is_not_valid_for_another() -> None:
     class LedgerTail(LedgerHead):
-        @classmethod
-        def tag(cls) -> str:
-            return "shoal/ledger-tail/1"
+        tag = "shoal/ledger-tail/1"
 
     sent = seal(HEAD, KEY)
     twin = Sealed[LedgerTail].parse(sent.model_dump_json())

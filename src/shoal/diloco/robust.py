@@ -106,7 +106,7 @@ class PartAverager:
         """Returns the weighted mean of one chunk of every member, coded once, so that all peers decode the same bits.
 
         Sums in the order of the members, in float32. If all weights are 0 the chunks count equally. Each chunk is multiplied by its
-        factor, which does not change its weight. Raises BadChunk, or ValueError for a wrong size.
+        factor, which does not change its weight. Raises BadChunk, and ValueError for a size that `check_size` refuses.
         """
         if self._trim:
             values_MN = np.stack(

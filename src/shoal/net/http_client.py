@@ -67,7 +67,12 @@ class _CoordinatorUrl:
 
     @classmethod
     def parse(cls, url: str) -> "_CoordinatorUrl":
-        parts = _parse_url(url)
+        try:
+            parts = httpx2.URL(url)
+        except httpx2.InvalidURL:
+            parts = httpx2.URL("")
+        if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
+            raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
         return cls(url.rstrip("/"), parts.netloc.decode("ascii"), parts.path.rstrip("/"))
 
 
@@ -288,16 +293,6 @@ def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, d
             continue
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         client.download_until(f"the data file {digest[:16]}", digest, folder / digest, deadline_s=deadline_s)
-
-
-def _parse_url(url: str) -> httpx2.URL:
-    try:
-        parts = httpx2.URL(url)
-    except httpx2.InvalidURL:
-        parts = httpx2.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
-        raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
-    return parts
 
 
 def _check_success(what: str, response: httpx2.Response) -> httpx2.Response:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import resource
 import socket
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from shoal.net.rate_limit import AddressUsage, ServerLimits, UsageByAddress
+from shoal.net.rate_limit import AddressUsage, ServerLimits, UsageByAddress, is_this_machine
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
@@ -130,9 +129,7 @@ class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _is_limited(self, address: str) -> bool:
         """Returns whether an address has a limit. Clients of a reverse proxy on this machine share its address."""
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-        return not (mapped or ip).is_loopback
+        return not is_this_machine(address)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

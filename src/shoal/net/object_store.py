@@ -88,10 +88,6 @@ class LocalStore:
         """Returns the path of an object; raises Rejected if `sha256` is not a digest."""
         return self._folder / check_digest(sha256)[:2] / sha256
 
-    def has(self, sha256: str) -> bool:
-        """Returns whether the object is stored."""
-        return self.path(sha256).exists()
-
     def read(self, sha256: str) -> bytes:
         """Returns the bytes of an object; raises Rejected if it is not stored."""
         path = self.path(sha256)
@@ -109,7 +105,7 @@ class LocalStore:
 
     def holds(self, declared: Declared) -> bool:
         """Returns whether the object is stored."""
-        return self.has(declared.sha256)
+        return self.path(declared.sha256).exists()
 
     def remove(self, declared: Declared) -> None:
         """Deletes the object if it is stored."""

@@ -181,29 +181,28 @@ class UsageByAddress:
 
 
 @functools.lru_cache(maxsize=4096)
-def network_prefix(address: str) -> str:
-    """Returns the network that shares one account: 24 bits of IPv4 or 48 bits of IPv6, which one organisation usually owns.
-
-    A text that is no address is returned as it is.
-    """
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the address, also of an IPv4 address that is written as IPv6; None for a text that is no address."""
     try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(text)
     except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is None:
-            return str(ipaddress.ip_network((parsed, 48), strict=False))
-        parsed = parsed.ipv4_mapped
-    return str(ipaddress.ip_network((parsed, 24), strict=False))
+        return None
+    return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
 @functools.lru_cache(maxsize=4096)
-def is_local(address: str) -> bool:
-    """Returns whether an address is of this machine or of a private network, as that of a reverse proxy usually is."""
-    try:
-        return not ipaddress.ip_address(address.partition("%")[0]).is_global
-    except ValueError:
-        return True
+def _network(address: str, v4_bits: int, v6_bits: int) -> str:
+    """Returns the network of an address. A text that is no address is returned as it is."""
+    parsed = _parse_address(address)
+    if parsed is None:
+        return address
+    bits = v4_bits if parsed.version == 4 else v6_bits
+    return str(ipaddress.ip_network((parsed, bits), strict=False)).removesuffix("/32")
+
+
+def network_prefix(address: str) -> str:
+    """Returns the network that shares one account: 24 bits of IPv4 or 48 bits of IPv6, which one organisation usually owns."""
+    return _network(address, 24, 48)
 
 
 def viewer_network(address: str) -> str:
@@ -211,19 +210,24 @@ def viewer_network(address: str) -> str:
 
     With 64 bits, one customer could have a stream from each of its 65,536 networks.
     """
-    prefix = network_prefix(address)
-    return prefix if ":" in prefix else limited_network(address)
+    return _network(address, 32, 48)
 
 
 def limited_network(address: str) -> str:
     """Returns the network that limits apply to: one IPv4 address, or 64 bits of IPv6, which one customer usually owns."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
-        return str(ipaddress.ip_network((parsed, 64), strict=False))
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+    return _network(address, 32, 64)
+
+
+def is_local(address: str) -> bool:
+    """Returns whether an address is of this machine or of a private network, as that of a reverse proxy usually is."""
+    parsed = _parse_address(address)
+    return parsed is None or not parsed.is_global
+
+
+def is_this_machine(address: str) -> bool:
+    """Returns whether an address is a loopback address."""
+    parsed = _parse_address(address)
+    return parsed is not None and parsed.is_loopback
 
 
 # -- clients of a reverse proxy ---------------------------------------------------------------------------
@@ -242,27 +246,11 @@ def with_client_address(scope: Any) -> Any:
     be one network, and a stranger that uses up its limits would keep everybody out.
     """
     client = scope.get("client")
-    if not client or not _is_this_machine(client[0]):
+    if not client or not is_this_machine(client[0]):
         return scope
     forwarded = [value for name, value in scope["headers"] if name == FORWARDED]
     address = forwarded[-1].decode("latin-1").rpartition(",")[2].strip() if forwarded else ""
-    if not _is_address(address):
+    if _parse_address(address) is None:
         return scope
     headers = [(name, value) for name, value in scope["headers"] if name not in PROXY_HEADERS]
     return {**scope, "client": (address, 0), "headers": headers, BEHIND_PROXY: True}
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_this_machine(address: str) -> bool:
-    if not _is_address(address):
-        return False
-    parsed = ipaddress.ip_address(address)
-    return bool((getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

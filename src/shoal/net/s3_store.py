@@ -5,6 +5,7 @@ that does not compare is found by `check` when the coordinator opens it, and ref
 it comes with the extra `s3` and is imported only here.
 """
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -169,7 +170,10 @@ class S3Store:
                 "check endpoint, bucket and credentials"
             ) from None
         finally:
-            self._delete_probe(probe.token)
+            with contextlib.suppress(
+                StoreDown
+            ):  # the cleanup of objects that were never submitted deletes it later
+                self.delete(probe.token)
 
     def _probe(self, probe: Declared, data: bytes, other: bytes) -> list[str]:
         if self._put(probe, other).is_success:
@@ -200,12 +204,6 @@ class S3Store:
             )
         except httpx2.HTTPError as error:
             raise StoreDown(f"PUT {url.partition('?')[0]}: {type(error).__name__}: {error}") from None
-
-    def _delete_probe(self, token: str) -> None:
-        try:
-            self.delete(token)
-        except StoreDown:
-            return  # the cleanup of objects that were never submitted deletes it later
 
     def _sign(self, operation: str, token: str, lifetime_s: float, conditions: dict[str, Any]) -> str:
         from botocore.exceptions import BotoCoreError

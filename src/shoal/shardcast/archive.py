@@ -14,6 +14,7 @@ from shoal.files import link_or_copy
 from shoal.shardcast.file_image import restore_image
 from shoal.shardcast.manifest_files import (
     MANIFEST_FILE,
+    find_manifest,
     open_manifest,
     read_manifest,
     version_folder,
@@ -59,9 +60,8 @@ class VersionArchive:
         return max(here, key=_num_bytes, default=found[0])
 
     def manifest(self, version: int) -> Manifest | None:
-        """Returns the manifest of a version, not verified; None if it is not here."""
-        sealed = read_manifest(self.path(version))
-        return None if sealed is None else sealed.body
+        """Returns the manifest of a version, not verified; None if there is none that can be read."""
+        return find_manifest(self.path(version))
 
     def restore(self, version: int, out: Path, *, run_key: str) -> Manifest:
         """Writes all files of a version to the folder `out`, verified with the run's key. Raises ValueError if that is not possible."""

@@ -19,14 +19,13 @@ from pathlib import Path
 
 from shoal.files import explain_full_disk
 from shoal.shardcast.manifest_files import (
+    find_manifest,
     hash_bytes,
     hash_file,
     hash_range,
     partial_path,
-    read_manifest,
     write_at,
 )
-from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 
 ARRIVED_HEADER = "shoal-arrived"
@@ -229,11 +228,8 @@ class Assembly:
         """
         reused = []
         for folder in folders:
-            try:
-                other = read_manifest(folder)
-            except Rejected:
-                continue
-            digests = {entry.name: entry.blake3 for entry in other.body.files} if other is not None else {}
+            other = find_manifest(folder)
+            digests = {entry.name: entry.blake3 for entry in other.files} if other is not None else {}
             for entry in self.entries:
                 if digests.get(entry.name) == entry.blake3 and self.link(entry.name, folder / entry.name):
                     reused.append(entry.name)

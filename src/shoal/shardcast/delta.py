@@ -21,7 +21,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,34 +45,11 @@ _MAX_VARINT = 3
 _DENSE = 4
 """If more than one in this many lanes changed, comparing all words is faster than comparing the changed lanes."""
 
-D = TypeVar("D", bytes, range)
 R = TypeVar("R")
 T = TypeVar("T")
 Words = npt.NDArray[np.uint16]
-Read = Callable[[int, int], "bytes | memoryview"]
-"""Reads (start, number of bytes)."""
 ReadWords = Callable[[int, int], Words]
 """Reads (start, number of bytes) as words; an odd last byte is padded with a zero. The caller may change them until the next call."""
-
-
-def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
-    """Returns the delta that turns `old` into `new`, which must have the same size."""
-    read_old, read_new = _word_reader(old), _word_reader(new)
-    pieces = [DELTA_HEAD.pack(MAGIC, _equal_size(len(old), len(new)))]
-    pieces += [_encode_chunk(read_old(*chunk), read_new(*chunk)) for chunk in _chunks(len(new))]
-    return b"".join(pieces)
-
-
-def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-    """Returns `new` of `encode(old, new)`. Raises CorruptData if the payload is not a delta for a file of this size."""
-    delta, read = DeltaReader(_reader(payload), len(payload), len(old)), _word_reader(old)
-    pieces = []
-    for start, length in _chunks(len(old)):
-        words = read(start, length)
-        delta.next_chunk().apply(words)
-        pieces.append(bytes(_bytes(words, length)))
-    delta.check_end()
-    return b"".join(pieces)
 
 
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
@@ -84,7 +61,11 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
     hasher = blake3()
     with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
         fds = old_file.fileno(), new_file.fileno()
-        num_bytes = _equal_size(_size(fds[0]), _size(fds[1]))
+        old_bytes, num_bytes = _size(fds[0]), _size(fds[1])
+        if old_bytes != num_bytes:
+            raise ValueError(
+                f"a delta needs files of equal size, these have {old_bytes} and {num_bytes} bytes"
+            )
         readers = [(_word_file_reader(fds[0]), _word_file_reader(fds[1])) for _ in range(NUM_THREADS + 1)]
         total = out.write(DELTA_HEAD.pack(MAGIC, num_bytes))
         jobs = (partial(_compare_chunk, chunk) for chunk in _chunks(num_bytes))
@@ -103,7 +84,7 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
 def _compare_chunk(chunk: tuple[int, int], readers: tuple[ReadWords, ReadWords]) -> tuple[memoryview, bytes]:
     """Returns the old bytes of a chunk, and its delta."""
     old, new = (read(*chunk) for read in readers)
-    return _bytes(old, chunk[1]), _encode_chunk(old, new)
+    return _bytes(old, chunk[1]), encode_chunk(old, new)
 
 
 def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
@@ -119,8 +100,7 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         out = files.enter_context(into.open("wb", buffering=0)).fileno()
         deltas = []
         for path in payloads:
-            fd = files.enter_context(path.open("rb")).fileno()
-            deltas.append(DeltaReader(_file_reader(fd), _size(fd), _size(old_fd)))
+            deltas.append(DeltaReader(files.enter_context(path.open("rb")), _size(old_fd)))
         readers = [_word_file_reader(old_fd) for _ in range(NUM_THREADS + 1)]
         jobs = (
             partial(_patch_chunk, out, chunk, [delta.next_chunk() for delta in deltas])
@@ -181,13 +161,8 @@ def _in_threads(jobs: Iterable[Callable[[R], T]], readers: Sequence[R]) -> Gener
 # -- chunks ---------------------------------------------------------------------------------------------
 
 
-def _equal_size(old_bytes: int, new_bytes: int) -> int:
-    if old_bytes != new_bytes:
-        raise ValueError(f"a delta needs files of equal size, these have {old_bytes} and {new_bytes} bytes")
-    return new_bytes
-
-
-def _encode_chunk(old: Words, new: Words) -> bytes:
+def encode_chunk(old: Words, new: Words) -> bytes:
+    """Returns the delta of one chunk."""
     places = _changed(old, new)
     return encode_changes(places, new[places] - old[places])
 
@@ -222,8 +197,8 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
 class DeltaReader:
     """Reads a delta from its start to its end, and checks its structure."""
 
-    def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
-        self._read, self._left, self._position = read, payload_bytes, 0
+    def __init__(self, payload: IO[bytes], num_bytes: int) -> None:
+        self._payload = payload
         magic, made_for = DELTA_HEAD.unpack(self._take(DELTA_HEAD.size))
         if magic != MAGIC:
             raise _corrupt(f"starts with {magic!r}, not {MAGIC!r}")
@@ -247,15 +222,14 @@ class DeltaReader:
 
     def check_end(self) -> None:
         """Raises CorruptData if bytes follow the last chunk."""
-        if self._left:
-            raise _corrupt(f"{self._left} surplus bytes at its end")
+        position = self._payload.tell()
+        if surplus := self._payload.seek(0, os.SEEK_END) - position:
+            raise _corrupt(f"{surplus} surplus bytes at its end")
 
     def _take(self, num_bytes: int) -> bytes:
-        if num_bytes > self._left:
-            raise _corrupt(f"ends {num_bytes - self._left} bytes too early")
-        data = bytes(self._read(self._position, num_bytes))
-        self._position += num_bytes
-        self._left -= num_bytes
+        data = self._payload.read(num_bytes)
+        if len(data) < num_bytes:
+            raise _corrupt(f"ends {num_bytes - len(data)} bytes too early")
         return data
 
 
@@ -352,30 +326,6 @@ def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(2 * CHUNK_WORDS, num_bytes - start)
 
 
-def _words(data: bytes | memoryview) -> Words:
-    """Returns an aligned, writable copy; an odd last byte is padded with a zero."""
-    words = np.zeros(-(-len(data) // 2), "<u2")
-    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    return words
-
-
-def _reader(data: bytes | memoryview) -> Read:
-    view = memoryview(data).cast("B")
-    return lambda start, length: view[start : start + length]
-
-
-def _word_reader(data: bytes | memoryview) -> ReadWords:
-    read = _reader(data)
-    return lambda start, length: _words(read(start, length))
-
-
-def _file_reader(fd: int) -> Read:
-    def read(start: int, length: int) -> bytes:
-        return _complete(os.pread(fd, length, start), length, start)
-
-    return read
-
-
 def _word_file_reader(fd: int) -> ReadWords:
     """Returns a reader that uses one buffer: allocating new memory would cost more than reading into it."""
     buffer = np.zeros(CHUNK_WORDS, "<u2")
@@ -384,18 +334,13 @@ def _word_file_reader(fd: int) -> ReadWords:
         words = buffer[: -(-length // 2)]
         words[-1:] = 0
         count = os.preadv(fd, [_bytes(words, length)], start)
-        _complete(range(count), length, start)
+        if count != length:
+            raise ValueError(
+                f"a file was truncated while a delta was made or applied: only {count} bytes at {start}"
+            )
         return words
 
     return read
-
-
-def _complete(data: D, length: int, start: int) -> D:
-    if len(data) != length:
-        raise ValueError(
-            f"a file was truncated while a delta was made or applied: only {len(data)} bytes at {start}"
-        )
-    return data
 
 
 def _bytes(words: Words, length: int) -> memoryview:

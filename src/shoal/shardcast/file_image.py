@@ -128,8 +128,7 @@ class FileImage:
             )
             return
         with payload.open("rb") as file:
-            fd, num_bytes = file.fileno(), payload.stat().st_size
-            delta = DeltaReader(lambda start, length: os.pread(fd, length, start), num_bytes, self.num_bytes)
+            delta = DeltaReader(file, self.num_bytes)
             for start in range(0, self.words.size, CHUNK_WORDS):
                 delta.next_chunk().apply(self.words[start : start + CHUNK_WORDS])
             delta.check_end()
@@ -155,7 +154,7 @@ def restore_image(store: Versions, version: int, name: str) -> FileImage | None:
     wanted = store.manifest(version)
     number, manifest = version, wanted
     while manifest is not None and not (store.path(number) / name).is_file():
-        entry = next((one for one in manifest.files if one.name == name), None)
+        entry = manifest.find(name)
         if entry is None or manifest.base is None:
             return None
         if entry.delta is not None:

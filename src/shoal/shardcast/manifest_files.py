@@ -89,13 +89,8 @@ def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = (
 
 def _far_bases(folders: Iterable[Path]) -> set[int]:
     """Returns the bases of these versions that are not the version before: adapters are always added to the first version."""
-    found = set()
-    for folder in folders:
-        with contextlib.suppress(Rejected):
-            sealed = read_manifest(folder)
-            if sealed is not None and sealed.body.base not in (None, sealed.body.version - 1):
-                found.add(sealed.body.base)
-    return found - {None}
+    manifests = [manifest for manifest in map(find_manifest, folders) if manifest is not None]
+    return {one.base for one in manifests if one.base is not None and one.base != one.version - 1}
 
 
 # -- manifests ------------------------------------------------------------------------------------------
@@ -120,6 +115,14 @@ def read_manifest(folder: Path) -> Sealed[Manifest] | None:
         return None
 
 
+def find_manifest(folder: Path) -> Manifest | None:
+    """Returns the manifest in a version's folder, not verified; None if there is none that can be read."""
+    with contextlib.suppress(Rejected):
+        sealed = read_manifest(folder)
+        return None if sealed is None else sealed.body
+    return None
+
+
 def write_manifest(folder: Path, sealed: Sealed[Manifest]) -> None:
     """Writes the manifest atomically. Not flushed to disk: the boot mark covers power cuts."""
     with explain_full_disk(folder):
@@ -136,11 +139,8 @@ def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
 
     Files are trusted by their names later, so a folder of another manifest is deleted first.
     """
-    try:
-        found = read_manifest(folder)
-    except Rejected:
-        found = None
-    if found is not None and found.body.sends_the_same(sealed.body):
+    found = find_manifest(folder)
+    if found is not None and found.sends_the_same(sealed.body):
         return
     if folder.exists():
         shutil.rmtree(folder)

@@ -120,8 +120,7 @@ def publish_image(
     shard_bytes = shard_size(image.num_bytes, signing.shard_bytes)
     payload, sent = folder / (name + DELTA_SUFFIX), None
     if delta is not None and _write_pieces(payload, delta.pieces, int(MAX_DELTA_SHARE * image.num_bytes)):
-        found = _describe(payload, shard_bytes)
-        sent = Delta(num_bytes=found.num_bytes, blake3=found.blake3, shards=found.shards)
+        sent = Delta.copied_from(_describe(payload, shard_bytes))
     whole = whole or sent is None
     if whole and not (folder / name).exists():
         image.write(folder / name)
@@ -283,7 +282,7 @@ def _with_deltas(whole: Manifest, folder: Path, base: Base, before: Manifest) ->
 
 
 def _delta_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -> FileEntry:
-    old = next((one for one in before.files if one.name == entry.name), None)
+    old = before.find(entry.name)
     if old is None:
         return entry
     fields = entry.model_dump() | {"shards": ()}
@@ -298,6 +297,5 @@ def _delta_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -
             old_path, folder / entry.name, payload, old_blake3=old.blake3, max_bytes=max_bytes
         ):
             return entry
-    sent = _describe(payload, entry.shard_bytes)
-    delta = Delta(num_bytes=sent.num_bytes, blake3=sent.blake3, shards=sent.shards)
+    delta = Delta.copied_from(_describe(payload, entry.shard_bytes))
     return FileEntry(**(fields | {"codec": "delta", "delta": delta}))

@@ -28,13 +28,10 @@ RELAY_DELEGATION_FILE = "delegation.json"
 class Delegation(Sealable):
     """The owner's statement, sealed with its key, that `node` works for it in this period."""
 
+    tag = "shoal/delegation/1"
     node: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     not_before_s: float
     not_after_s: float
-
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/delegation/1"
 
 
 def delegate(owner: Key, node: str, *, now_s: float, days: float = 30.0) -> Sealed[Delegation]:
@@ -72,14 +69,11 @@ def check_delegation(sealed: Sealed[Delegation], node: str, *, now_s: float) -> 
 class RelayDelegation(Sealable):
     """The operator's statement, sealed with relay.key, that the key `relay` is the relay at `url` in this period."""
 
+    tag = "shoal/relay-delegation/1"
     relay: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     url: Url
     not_before_s: float
     not_after_s: float
-
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/relay-delegation/1"
 
 
 def delegate_relay(

@@ -38,6 +38,7 @@ class Message(Record):
 class Lease(Sealable):
     """One unit of work for one node, sealed by the run key: prompts, seed, allowed versions and deadline."""
 
+    tag = "shoal/lease/1"
     lease_id: LeaseId
     run: str
     node: str
@@ -71,10 +72,6 @@ class Lease(Sealable):
     unit: LeaseId | None = None
     """The earlier lease whose work this one repeats, with the same seed, because the node did not deliver it. None: new work."""
 
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/lease/1"
-
     def context(self, prompt_index: int) -> tuple[Message, ...]:
         """Returns the turns before a prompt."""
         return self.contexts[prompt_index] if self.contexts else ()
@@ -87,6 +84,7 @@ class Lease(Sealable):
 class Receipt(Sealable):
     """The coordinator's signed confirmation that it stores a submission; ledger event `seq` records the same."""
 
+    tag = "shoal/receipt/1"
     lease_id: LeaseId
     node: str
     sha256: Sha256
@@ -94,10 +92,6 @@ class Receipt(Sealable):
     policy_version: int
     received_at_s: float
     seq: int
-
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/receipt/1"
 
 
 class Verdict(Record):

@@ -30,14 +30,11 @@ class LedgerEvent(Record):
 
 
 class LedgerHead(Sealable):
+    tag = "shoal/ledger-head/1"
     run: str
     seq: int
     hash: str
     time_s: float
-
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/ledger-head/1"
 
 
 def event_hash(seq: int, time_s: float, type: str, actor: str, body: dict[str, Any], prev: str) -> str:

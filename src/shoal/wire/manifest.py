@@ -106,28 +106,18 @@ class FileEntry(Record):
         """The files that are sent for this entry: itself, its delta, both, or none. Each has codec `raw`."""
         if self.delta is None:
             return (self,) if self.codec == "raw" else ()
-        delta = FileEntry(
-            name=self.name + DELTA_SUFFIX,
-            num_bytes=self.delta.num_bytes,
-            blake3=self.delta.blake3,
-            shard_bytes=self.shard_bytes,
-            shards=self.delta.shards,
-        )
+        name = self.name + DELTA_SUFFIX
+        delta = FileEntry.copied_from(self.delta, name=name, shard_bytes=self.shard_bytes)
         if self.codec == "delta":
             return (delta,)
-        whole = FileEntry(
-            name=self.name,
-            num_bytes=self.num_bytes,
-            blake3=self.blake3,
-            shard_bytes=self.shard_bytes,
-            shards=self.shards,
-        )
+        whole = FileEntry(**self.model_dump(exclude={"delta"}))
         return (delta, whole)  # the delta first: most clients have the base
 
 
 class Manifest(Sealable):
     """All files of one policy version of a run."""
 
+    tag = "shoal/manifest/1"
     run: str
     version: int = Field(ge=0)
     base: int | None = None
@@ -135,25 +125,13 @@ class Manifest(Sealable):
     files: tuple[FileEntry, ...]
     created_at_s: float
 
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/manifest/1"
-
     @model_validator(mode="after")
-    def _names_are_allowed(self) -> "Manifest":
-        for entry in self.files:
-            check_file_name(entry.name)
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "Manifest":
+    def _consistent(self) -> "Manifest":
         names = [entry.name for entry in self.files]
+        for name in names:
+            check_file_name(name)
         if len(set(names)) != len(names):
             raise ValueError(f"duplicate file names: {names}")
-        return self
-
-    @model_validator(mode="after")
-    def _base_fits(self) -> "Manifest":
         builds = any(entry.codec != "raw" or entry.delta is not None for entry in self.files)
         if builds and self.base is None:
             raise ValueError(f"version {self.version} has deltas or same files, but names no base")
@@ -163,13 +141,16 @@ class Manifest(Sealable):
             )
         return self
 
+    def find(self, name: str) -> FileEntry | None:
+        """Returns the file of this name; None if there is none."""
+        return next((entry for entry in self.files if entry.name == name), None)
+
     def file(self, name: str) -> FileEntry:
-        for entry in self.files:
-            if entry.name == name:
-                return entry
-        raise KeyError(
-            f"version {self.version} has no file {name!r}; it has {[entry.name for entry in self.files]}"
-        )
+        """Returns the file of this name. Raises KeyError if there is none."""
+        if (entry := self.find(name)) is None:
+            names = [entry.name for entry in self.files]
+            raise KeyError(f"version {self.version} has no file {name!r}; it has {names}")
+        return entry
 
     @property
     def payloads(self) -> tuple[FileEntry, ...]:

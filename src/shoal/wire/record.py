@@ -6,7 +6,7 @@ signed (RFC 8785), so that a record has the same digest on every machine.
 
 import hashlib
 import json
-from typing import Annotated, Any, Generic, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast
 
 import rfc8785
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -113,9 +113,7 @@ def _reference_canonical_json(value: Any) -> bytes:
 class Sealable(Record):
     """A record that can be signed. Each kind has its own `tag`, so that its signature is not valid for another kind."""
 
-    @classmethod
-    def tag(cls) -> str:
-        raise NotImplementedError(f"{cls.__name__} defines no signature tag")
+    tag: ClassVar[str]
 
 
 T = TypeVar("T", bound=Sealable)
@@ -151,4 +149,4 @@ def seal(body: T, key: Key, *, canonical: bytes | None = None) -> Sealed[T]:
 
 
 def _sealed_bytes(body: Sealable, canonical: bytes | None = None) -> bytes:
-    return body.tag().encode() + b"\n" + (canonical or body.canonical())
+    return body.tag.encode() + b"\n" + (canonical or body.canonical())

@@ -136,20 +136,16 @@ def signature_base(target: Target, digest: str, parameters: str) -> bytes:
 
 
 def _check_window(created_s: int, expires_s: int, now_s: float) -> None:
+    clock = f"by the server's clock ({now_s:.0f})"
     if expires_s - created_s > MAX_LIFETIME_S:
-        raise Rejected(
-            "request.expired",
-            f"a signature may be valid for {MAX_LIFETIME_S} s, this one for {expires_s - created_s} s",
-        )
-    if created_s > now_s + CLOCK_SKEW_S:
-        raise Rejected(
-            "request.expired",
-            f"created {created_s - now_s:.0f} s in the future by the server's clock ({now_s:.0f})",
-        )
-    if expires_s + CLOCK_SKEW_S < now_s:
-        raise Rejected(
-            "request.expired", f"expired {now_s - expires_s:.0f} s ago by the server's clock ({now_s:.0f})"
-        )
+        problem = f"a signature may be valid for {MAX_LIFETIME_S} s, this one for {expires_s - created_s} s"
+    elif created_s > now_s + CLOCK_SKEW_S:
+        problem = f"created {created_s - now_s:.0f} s in the future {clock}"
+    elif expires_s + CLOCK_SKEW_S < now_s:
+        problem = f"expired {now_s - expires_s:.0f} s ago {clock}"
+    else:
+        return
+    raise Rejected("request.expired", problem)
 
 
 def _signature_hex(header: str) -> str:

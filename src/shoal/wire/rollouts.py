@@ -132,15 +132,8 @@ def encode(table: RolloutTable) -> bytes:
     rows = sorted(table.rows, key=lambda row: (row.prompt_index, row.sample_index))
     columns = {field.name: [getattr(row, field.name) for row in rows] for field in SCHEMA}
     columns["finish"] = [int(finish) for finish in columns["finish"]]
-    metadata = {
-        "shoal.format": FORMAT,
-        "shoal.lease_id": table.lease_id,
-        "shoal.policy_version": str(table.policy_version),
-    }
-    if table.made_by:
-        metadata["shoal.made_by"] = table.made_by
-    if table.replay:
-        metadata["shoal.replay"] = table.replay
+    values = (FORMAT, table.lease_id, str(table.policy_version), table.made_by, table.replay)
+    metadata = {key: value for key, value in zip(_METADATA_KEYS, values, strict=True) if value}
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -345,32 +338,29 @@ def _column_chunks(meta: Any) -> Iterator[Any]:
 
 
 def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> RolloutTable:
-    values = {key: metadata.get(key, b"").decode("ascii", "replace") for key in _METADATA_KEYS}
-    if values[b"shoal.format"] != FORMAT:
-        raise Rejected("reject.malformed_file", f"format is {values[b'shoal.format']!r}, expected {FORMAT!r}")
+    found, lease_id, version, made_by, replay = (
+        metadata.get(key, b"").decode("ascii", "replace") for key in _METADATA_KEYS
+    )
+    problem = ""
+    if found != FORMAT:
+        problem = f"format is {found!r}, expected {FORMAT!r}"
     # At most 15 digits: int() raises on thousands of digits, and no version is past 2**53.
-    if not re.fullmatch(r"[0-9]{1,15}", values[b"shoal.policy_version"]):
-        raise Rejected(
-            "reject.malformed_file",
-            f"policy version is {values[b'shoal.policy_version'][:32]!r}, expected a number",
-        )
-    if (made_by := values[b"shoal.made_by"]) and not CLASS_PATTERN.fullmatch(made_by):
-        raise Rejected(
-            "reject.malformed_file",
-            f"compute class is {made_by[:64]!r}, expected DEVICE/ENGINE/KERNELS/PRECISION",
-        )
-    if (replay := values[b"shoal.replay"]) and not REPLAY_PATTERN.fullmatch(replay):
-        raise Rejected(
-            "reject.malformed_file", f"replay terms are {replay[:64]!r}, expected MACHINE/THREADS/ROWS"
-        )
+    elif not re.fullmatch(r"[0-9]{1,15}", version):
+        problem = f"policy version is {version[:32]!r}, expected a number"
+    elif made_by and not CLASS_PATTERN.fullmatch(made_by):
+        problem = f"compute class is {made_by[:64]!r}, expected DEVICE/ENGINE/KERNELS/PRECISION"
+    elif replay and not REPLAY_PATTERN.fullmatch(replay):
+        problem = f"replay terms are {replay[:64]!r}, expected MACHINE/THREADS/ROWS"
+    if problem:
+        raise Rejected("reject.malformed_file", problem)
     rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
     # Rewards have no row ids and follow the order of rows: a sender that chose the order could swap the rewards of answers.
     places = [(row.prompt_index, row.sample_index) for row in rows]
     if places != sorted(places):
         raise Rejected("reject.malformed_file", "rows are not sorted by prompt_index, sample_index")
     return RolloutTable(
-        lease_id=values[b"shoal.lease_id"],
-        policy_version=int(values[b"shoal.policy_version"]),
+        lease_id=lease_id,
+        policy_version=int(version),
         rows=rows,
         made_by=made_by,
         replay=replay,
@@ -380,27 +370,20 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
 def _to_rollout(row: dict[str, Any], limits: TableLimits) -> Rollout:
     where = f"row ({row['prompt_index']}, {row['sample_index']})"
     num_tokens = len(row["output_tokens"])
+    code, problem = "reject.bad_values", ""
     if not 1 <= num_tokens <= limits.max_output_tokens:
-        raise Rejected(
-            "reject.bad_values",
-            f"{where}: {num_tokens} output tokens, allowed 1 to {limits.max_output_tokens}",
-        )
-    if len(row["logprobs"]) != num_tokens:
-        raise Rejected(
-            "reject.bad_values", f"{where}: {len(row['logprobs'])} log-probs for {num_tokens} tokens"
-        )
-    if len(row["prompt_tokens"]) > limits.max_prompt_tokens:
-        raise Rejected(
-            "reject.bad_values",
-            f"{where}: {len(row['prompt_tokens'])} prompt tokens, at most {limits.max_prompt_tokens}",
-        )
-    if len(row["proof"]) > limits.max_proof_bytes:
-        raise Rejected(
-            "reject.malformed_proof",
-            f"{where}: {len(row['proof'])} proof bytes, at most {limits.max_proof_bytes}",
-        )
-    if row["finish"] not in (0, 1, 2):
-        raise Rejected("reject.bad_values", f"{where}: finish is {row['finish']}, expected 0, 1 or 2")
+        problem = f"{num_tokens} output tokens, allowed 1 to {limits.max_output_tokens}"
+    elif len(row["logprobs"]) != num_tokens:
+        problem = f"{len(row['logprobs'])} log-probs for {num_tokens} tokens"
+    elif len(row["prompt_tokens"]) > limits.max_prompt_tokens:
+        problem = f"{len(row['prompt_tokens'])} prompt tokens, at most {limits.max_prompt_tokens}"
+    elif len(row["proof"]) > limits.max_proof_bytes:
+        code = "reject.malformed_proof"
+        problem = f"{len(row['proof'])} proof bytes, at most {limits.max_proof_bytes}"
+    elif row["finish"] not in (0, 1, 2):
+        problem = f"finish is {row['finish']}, expected 0, 1 or 2"
+    if problem:
+        raise Rejected(code, f"{where}: {problem}")
     return Rollout(
         prompt_index=row["prompt_index"],
         sample_index=row["sample_index"],

@@ -214,7 +214,7 @@ class RunSpec(Record):
         return next((one for one in known if one.title == title), None)
 
     @model_validator(mode="after")
-    def _titles_differ(self) -> "RunSpec":
+    def _consistent(self) -> "RunSpec":
         for section, specs in (("task", self.tasks), ("eval", tuple(one.task for one in self.evals))):
             titles = [spec.title for spec in specs]
             for title in titles:
@@ -222,29 +222,15 @@ class RunSpec(Record):
                     raise ValueError(
                         f"two entries of [[{section}]] are called {title!r}; give one of them another label"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _leased_versions_are_kept(self) -> "RunSpec":
         if self.keep_versions <= self.max_lag:
             raise ValueError(
                 f"keep_versions = {self.keep_versions} must exceed max_lag = {self.max_lag}, or relays delete versions "
                 "that are still leased; raise keep_versions or lower max_lag"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _noise_is_of_these_terms(self) -> "RunSpec":
         for noise in (self.noise, *(one.noise for one in self.later_noise)):
             if noise is not None:
                 self._check_noise(noise)
         return self
-
-    def _temperatures(self) -> dict[str, float]:
-        """Returns the temperature of each task and evaluation, by a name for messages."""
-        named = {f"task {one.title!r}": one for one in self.tasks}
-        named |= {f"evaluation {one.task.title!r}": one.task for one in self.evals}
-        return {what: self.sampling.of(task).temperature for what, task in named.items()}
 
     def _check_noise(self, noise: Noise) -> None:
         """Raises ValueError for the noise of another dtype, temperature or proof format: honest work would be refused."""
@@ -253,7 +239,10 @@ class RunSpec(Record):
                 f"the calibration was measured in {noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
                 "calibrate in the run's dtype"
             )
-        for what, temperature in self._temperatures().items():
+        named = {f"task {one.title!r}": one for one in self.tasks}
+        named |= {f"evaluation {one.task.title!r}": one.task for one in self.evals}
+        for what, task in named.items():
+            temperature = self.sampling.of(task).temperature
             if temperature not in noise.temperatures:
                 known = " and ".join(f"{one:g}" for one in noise.temperatures)
                 raise ValueError(

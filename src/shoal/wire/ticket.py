@@ -21,14 +21,11 @@ SCHEME = "Shoal-Ticket "
 class Ticket(Sealable):
     """A statement, sealed by the run key, that `holder` belongs to the run until `expires_at_s`."""
 
+    tag = "shoal/ticket/1"
     run: str
     holder: str = Field(pattern=r"^[0-9a-f]{64}$")
     """The public key that asked for the ticket; for the relay's log."""
     expires_at_s: float
-
-    @classmethod
-    def tag(cls) -> str:
-        return "shoal/ticket/1"
 
 
 def to_header(sealed: Sealed[Ticket]) -> str:

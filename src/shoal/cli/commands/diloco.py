@@ -274,7 +274,8 @@ def _plot(dir: Path, title: str) -> None:
 
 
 def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
-    from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+    from shoal.diloco.averaging.averager import AveragerSettings
+    from shoal.diloco.averaging.peers import PeerAverager
     from shoal.diloco.transport.mesh import LocalHub, Mesh
 
     rounds = file.rounds

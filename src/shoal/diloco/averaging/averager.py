@@ -5,10 +5,11 @@ result is never trusted as it is: `reduce` returns an average with a digest, and
 has found the same digest at every member of the group (rounds.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.robust import RobustSettings
 
 
 class RoundFailed(Exception):
@@ -73,6 +74,26 @@ class FetchedState:
     """Inner steps the sender had taken since its last round, so that a new peer joins in step."""
     step: int
     """Inner steps of the run so far, for the learning-rate schedule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragerSettings:
+    """Timeouts of the peer-to-peer engine, and what its peers must have in common."""
+
+    gather_s: float = 60.0
+    """Seconds that a round waits for peers that are alive but not ready."""
+    min_peers: int = 1
+    """The smallest group that may take a round."""
+    stall_s: float = 20.0
+    """An exchange without progress for this long fails, and the peers it waits for are suspected."""
+    announce_s: float = 3.0
+    """Seconds between two directory entries; a peer without a new entry for four of these is dropped."""
+    shared: str = ""
+    """Settings that all peers must have in common, as text: peers that differ could never commit a round."""
+    robust: RobustSettings = field(default_factory=RobustSettings)
+    """How the group's updates become one."""
+    admit: frozenset[str] | None = None
+    """Ids of the peers of this run, this one's included; None admits every peer that knows the run's name."""
 
 
 class Averager(Protocol):

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from shoal.diloco.averaging.membership import Membership, Ping
@@ -89,41 +89,44 @@ def unreachable_peers(
         for peer, suspects in standing.items()
         if peer == leader or 2 * len(suspects) <= num_ready
     }
-    out: set[str] = set()
-    while True:
-        counts = Counter(peer for suspects in standing.values() for peer in suspects - out)
-        confirmed = [
-            peer
-            for peer, num in counts.items()
-            if num > 1
+
+    def confirmed(peer: str, num: int) -> bool:
+        return (
+            num > 1
             or only_two
             or peer in standing.get(leader, ())
             or any(peer in standing.get(other, ()) for other in standing.get(peer, ()))
-        ]
-        if not confirmed:
-            return out
-        worst = max(confirmed, key=lambda peer: (counts[peer], peer))
-        out.add(worst)
-        standing.pop(worst, None)
+        )
+
+    return _leave_out(standing, confirmed)
 
 
 def refused_peers(requests: Iterable[ReadyRequest]) -> set[str]:
-    """Returns the ready peers whose values others refuse. The peer that most refuse comes first; its own refusals are ignored.
+    """Returns the ready peers whose values others refuse.
 
     Refusals of more than half of the ready peers are ignored, so that one liar cannot leave out all others.
     """
     ready = {request.peer: request for request in requests}
-    refusals = {
-        peer: set(request.refused) & ready.keys()
-        for peer, request in ready.items()
-        if 2 * len(set(request.refused) & ready.keys()) <= len(ready)
-    }
+    refusals = {peer: set(request.refused) & ready.keys() for peer, request in ready.items()}
+    return _leave_out({peer: out for peer, out in refusals.items() if 2 * len(out) <= len(ready)})
+
+
+def _leave_out(
+    accusations: dict[str, set[str]], confirmed: Callable[[str, int], bool] = lambda peer, num: True
+) -> set[str]:
+    """Returns the peers that others accuse: the one that most accuse comes first, and its own accusations are then ignored.
+
+    `accusations` are those of each peer, and are changed. `confirmed(peer, num)`: whether `num` accusations of a peer count.
+    """
     out: set[str] = set()
-    while counts := Counter(peer for refused in refusals.values() for peer in refused - out):
-        worst = max(counts, key=lambda peer: (counts[peer], peer))
+    while True:
+        counts = Counter(peer for accused in accusations.values() for peer in accused - out)
+        candidates = [peer for peer, num in counts.items() if confirmed(peer, num)]
+        if not candidates:
+            return out
+        worst = max(candidates, key=lambda peer: (counts[peer], peer))
         out.add(worst)
-        refusals.pop(worst, None)
-    return out
+        accusations.pop(worst, None)
 
 
 @dataclass(slots=True)
@@ -193,10 +196,8 @@ class Leader:
         """Waits until the group is formed, at most `request.wait_s`, and returns the decision."""
         reply: asyncio.Future[GroupReply] = asyncio.get_running_loop().create_future()
         if request.peer in self._waiting:
-            _set_reply(
-                self._waiting[request.peer][1],
-                GroupReply(outcome="retry", reason="replaced by a new request"),
-            )
+            replaced = GroupReply(outcome="retry", reason="replaced by a new request")
+            _set_replies([self._waiting[request.peer][1]], replaced)
         self._waiting[request.peer] = request, reply
         self._changed.set()
         if self._forming is None or self._forming.done():
@@ -262,7 +263,8 @@ class Leader:
             complete = not missing and (own_id in self._waiting or self.version is None)
             first = self._membership.leader(time.monotonic(), self_reachable=True)
             if first != own_id:
-                self._reply_retry(f"{first} leads, not this peer", first or "")
+                reason = f"{first} leads, not this peer"
+                self._reply_to_all(GroupReply(outcome="retry", reason=reason, leader=first or ""))
                 return
             half_s = self._half_wait_s()
             waited_s = time.monotonic() - started_s
@@ -274,9 +276,8 @@ class Leader:
                 return
             if waited_s > half_s:
                 # They ask again at once with their suspicions updated: a peer may have been left out as unreachable.
-                self._reply_retry(
-                    f"{len(choice.members)} of at least {self._min_peers} peers after {waited_s:.0f} s"
-                )
+                reason = f"{len(choice.members)} of at least {self._min_peers} peers after {waited_s:.0f} s"
+                self._reply_to_all(GroupReply(outcome="retry", reason=reason))
                 return
             try:
                 async with asyncio.timeout(PING_EVERY_S):
@@ -296,11 +297,9 @@ class Leader:
         half_s = sorted(waits_s.values())[len(waits_s) // 2] / 2
         return half_s if len(waits_s) > 1 else max(half_s, self._gather_s)
 
-    def _reply_retry(self, reason: str, leader: str = "") -> None:
+    def _reply_to_all(self, reply: GroupReply) -> None:
         waiting, self._waiting = self._waiting, {}
-        retry = GroupReply(outcome="retry", reason=reason, leader=leader)
-        for _, reply in waiting.values():
-            _set_reply(reply, retry)
+        _set_replies((future for _, future in waiting.values()), reply)
 
     def _choose(self) -> GroupChoice:
         requests = [request for request, _ in self._waiting.values()]
@@ -348,20 +347,16 @@ class Leader:
         return [version for version in (*held, *own) if version is not None]
 
     def _close_group(self, choice: GroupChoice) -> None:
-        half_s = self._half_wait_s()
-        waiting, self._waiting = self._waiting, {}
         if not choice.members:
             newest = max(self._absent_versions(), key=StateVersion.order)
-            behind_reply = GroupReply(
-                outcome="behind", reason="another peer's state is newer", at_least=newest.round
-            )
-            for _, reply in waiting.values():
-                _set_reply(reply, behind_reply)
+            reason = "another peer's state is newer"
+            self._reply_to_all(GroupReply(outcome="behind", reason=reason, at_least=newest.round))
             return
+        half_s = self._half_wait_s()
+        waiting, self._waiting = self._waiting, {}
         group = choice.reply()
         self._votes[group.id] = ballot = Ballot(group.members)
-        for request in choice.members:
-            _set_reply(waiting[request.peer][1], group)
+        _set_replies((waiting[request.peer][1] for request in choice.members), group)
         behind = [waiting[peer][1] for peer in choice.behind]
         next_round = choice.members[0].standing.round + 1
         task = asyncio.create_task(self._watch_vote(group.id, ballot, behind, next_round, half_s))
@@ -389,20 +384,13 @@ class Leader:
             except TimeoutError:
                 await self._ping_voters(ballot)
             if time.monotonic() - started_s > half_s:
-                for reply in behind:
-                    _set_reply(
-                        reply,
-                        GroupReply(outcome="behind", reason="the group is slow", at_least=next_round - 1),
-                    )
+                slow = GroupReply(outcome="behind", reason="the group is slow", at_least=next_round - 1)
+                _set_replies(behind, slow)
+        result = GroupReply(outcome="retry", reason=ballot.failure)
         if ballot.commit:
             self._dissents.clear()
-        result = (
-            GroupReply(outcome="behind", reason="the group committed its round", at_least=next_round)
-            if ballot.commit
-            else GroupReply(outcome="retry", reason=ballot.failure)
-        )
-        for reply in behind:
-            _set_reply(reply, result)
+            result = GroupReply(outcome="behind", reason="the group committed its round", at_least=next_round)
+        _set_replies(behind, result)
         await asyncio.sleep(CLOSED_VOTE_S)
         self._votes.pop(group, None)
 
@@ -414,6 +402,7 @@ class Leader:
                 ballot.fail(f"{peer} is gone")
 
 
-def _set_reply(future: "asyncio.Future[GroupReply]", reply: GroupReply) -> None:
-    if not future.done():
-        future.set_result(reply)
+def _set_replies(futures: "Iterable[asyncio.Future[GroupReply]]", reply: GroupReply) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(reply)

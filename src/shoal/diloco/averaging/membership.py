@@ -1,14 +1,17 @@
-"""Which peers are believed to be alive, and how one peer is asked a question."""
+"""Finds the peers of a run: who is believed to be alive, who may take part, and how one peer is asked a question."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shoal.diloco.averaging.averager import RoundFailed
-from shoal.diloco.averaging.peer_messages import Card, PeerRequest
+from shoal.diloco.averaging.averager import AveragerSettings, RoundFailed
+from shoal.diloco.averaging.peer_messages import Bye, Card, Hello, PeerRequest
 from shoal.diloco.transport.mesh import Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
+from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 
@@ -21,6 +24,12 @@ SUSPECT_S = 10.0
 
 REFUSED_S = 3600.0
 """Seconds for which a peer that sent bad values is left out of averages. It fetches their results meanwhile."""
+
+HELLO_S = 5.0
+"""Timeout of a hello."""
+
+DIRECTORY_S = 30.0
+"""Timeout of one directory update."""
 
 TIMEOUT_MEMORY_S = 60.0
 """Two timeouts further apart than this are not counted together."""
@@ -176,3 +185,97 @@ class Membership:
         """Returns the first reachable id. Peers with the same membership choose the same leader without asking."""
         able = [peer for peer, card in self.alive(now_s).items() if card.reachable]
         return min([*able, self.own_id] if self_reachable else able, default=None)
+
+
+class Discovery:
+    """Finds the other peers: announces this peer in the mesh's directory, reads its entries, and says hello.
+
+    Runs on the peer's event loop. `card` returns the present card of this peer.
+    """
+
+    def __init__(self, mesh: Mesh, card: Callable[[], Card], settings: AveragerSettings, log: Log) -> None:
+        self._mesh, self.card, self._settings, self._log = mesh, card, settings, log
+        self.membership = Membership(mesh.peer)
+
+    async def announce_loop(self) -> None:
+        """Updates the directory every `announce_s`, until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.announce_s)
+            try:
+                async with asyncio.timeout(DIRECTORY_S):
+                    await self.update_directory()
+            except (StreamBroken, TimeoutError) as error:
+                reason = str(error) or f"no answer within {DIRECTORY_S:.0f} s"
+                self._log.warning("directory update failed", reason=reason)
+
+    async def update_directory(self) -> None:
+        """Announces this peer's card and reads those of the others."""
+        await self._mesh.announce(self.card().canonical(), for_s=4 * self._settings.announce_s)
+        cards: dict[str, Card] = {}
+        for peer, payload in (await self._mesh.cards()).items():
+            with contextlib.suppress(Rejected):
+                card = Card.parse(bytes(payload))
+                if card.peer == peer and self.admits(peer):
+                    cards[peer] = card
+        self.membership.update_from_directory(cards)
+
+    def admits(self, peer: str) -> bool:
+        """Returns whether a peer may take part in this run."""
+        return self._settings.admit is None or peer in self._settings.admit
+
+    async def greet_all(self) -> list[Card]:
+        """Says hello to every live peer: they learn of this one before the directory tells them. Returns their cards."""
+        cards = await asyncio.gather(*(self.hello(peer) for peer in self._live_peers()))
+        return [card for card in cards if card is not None]
+
+    async def greet_as_newcomer(self) -> list[Card]:
+        """Returns the cards of the peers with the same shared settings; the others are refused.
+
+        Raises ValueError if at least half of the peers have other settings. Fewer may be liars that keep newcomers away.
+        """
+        cards = await self.greet_all()
+        other = [card for card in cards if self.differs(card)]
+        if other and 2 * len(other) >= len(cards):
+            raise ValueError(
+                f"peer {other[0].peer} has {other[0].shared}, this one {self._settings.shared}: they could never "
+                "commit a round; give every site the same file"
+            )
+        for card in other:
+            self._log.warning("peer refused: it has other settings", peer=card.peer, settings=card.shared)
+            self.membership.refuse(card.peer, time.monotonic())
+        return [card for card in cards if card not in other]
+
+    def differs(self, card: Card) -> bool:
+        """Returns whether a peer says that it has other shared settings."""
+        return bool(card.shared and self._settings.shared) and card.shared != self._settings.shared
+
+    async def hello(self, peer: str) -> Card | None:
+        """Asks a peer for its card and records whether it answers. None: it did not, or it may not be asked."""
+        if not self.membership.reachable(peer) or not self.admits(peer):
+            return None  # an outbound-only peer cannot be called, which does not mean that it is gone
+        try:
+            card = await ask_peer(self._mesh, peer, Hello(card=self.card()), Card, HELLO_S)
+            if card.peer != peer:
+                # Recorded, it would replace what the named peer says of itself, or add a peer that does not exist.
+                raise RoundFailed(f"{peer} replied with the card of {card.peer}")
+        except PeerTimeout:
+            self.membership.record_timeout(peer, time.monotonic())
+            return None
+        except RoundFailed:
+            self.membership.suspect(peer, time.monotonic())
+            return None
+        self.membership.record_card(card)
+        return card
+
+    async def ping(self, peer: str) -> bool:
+        """Returns whether a peer counts as alive. After a single timeout it still does: it may be busy."""
+        return await self.hello(peer) is not None or not self.membership.suspected(peer, time.monotonic())
+
+    async def say_goodbye(self) -> None:
+        """Tells the live peers that this one leaves, for at most 2 s."""
+        bye = Bye(peer=self._mesh.peer)
+        byes = (ask_peer(self._mesh, peer, bye, Card, 2.0) for peer in self._live_peers())
+        await asyncio.gather(*byes, return_exceptions=True)
+
+    def _live_peers(self) -> list[str]:
+        return list(self.membership.alive(time.monotonic()))

@@ -9,11 +9,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import (
+    AveragerSettings,
     AveragingGroup,
     Behind,
     FetchedState,
@@ -22,7 +22,7 @@ from shoal.diloco.averaging.averager import (
     RoundFailed,
 )
 from shoal.diloco.averaging.leader import Leader
-from shoal.diloco.averaging.membership import Membership, PeerTimeout, ask_peer
+from shoal.diloco.averaging.membership import Discovery, ask_peer
 from shoal.diloco.averaging.peer_messages import (
     Bye,
     Card,
@@ -46,7 +46,6 @@ from shoal.diloco.averaging.state_transfer import (
 )
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector
-from shoal.diloco.robust import RobustSettings
 from shoal.diloco.transport.mesh import Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import NotYet, Stopped, wait_for
@@ -56,34 +55,10 @@ from shoal.wire.record import Record
 
 T = TypeVar("T")
 
-HELLO_S = 5.0
-"""Timeout of a hello."""
 START_S = 120.0
 """Timeout of one attempt to start the mesh: the daemon has 60 s, the directory the rest."""
 REQUEST_S = 30.0
 """Seconds that a peer may take between opening a stream and sending its request."""
-DIRECTORY_S = 30.0
-"""Timeout of one directory update."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragerSettings:
-    """Timeouts of the peer-to-peer engine, and what its peers must have in common."""
-
-    gather_s: float = 60.0
-    """Seconds that a round waits for peers that are alive but not ready."""
-    min_peers: int = 1
-    """The smallest group that may take a round."""
-    stall_s: float = 20.0
-    """An exchange without progress for this long fails, and the peers it waits for are suspected."""
-    announce_s: float = 3.0
-    """Seconds between two directory entries; a peer without a new entry for four of these is dropped."""
-    shared: str = ""
-    """Settings that all peers must have in common, as text: peers that differ could never commit a round."""
-    robust: RobustSettings = field(default_factory=RobustSettings)
-    """How the group's updates become one."""
-    admit: frozenset[str] | None = None
-    """Ids of the peers of this run, this one's included; None admits every peer that knows the run's name."""
 
 
 class PeerAverager:
@@ -137,7 +112,7 @@ class PeerAverager:
             log=self._log,
             stop=self._stop,
         )
-        cards = self._call(self._greet_as_newcomer(), deadline_s, "the other peers' cards")
+        cards = self._call(self._discovery.greet_as_newcomer(), deadline_s, "the other peers' cards")
         if not newest_cards(cards, self._served.version, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
@@ -218,33 +193,38 @@ class PeerAverager:
         settings = self._settings
         self._started.clear()
         await self._mesh.start(self._handle)  # sets `self._mesh.peer`, which the rest needs
-        if not self._admits(self._mesh.peer):
+        discovery = Discovery(
+            self._mesh,
+            lambda: self._served.card(self.peer, reachable=self._mesh.reachable),
+            settings,
+            self._log,
+        )
+        if not discovery.admits(self.peer):
             await self._mesh.stop()
             raise ValueError(
-                f"this peer's id, {self._mesh.peer}, is not in `admit`; add it to the file of every site"
+                f"this peer's id, {self.peer}, is not in `admit`; add it to the file of every site"
             )
-        self._membership = Membership(self._mesh.peer)
+        self._discovery, self._membership = discovery, discovery.membership
         self._leader = Leader(
-            self._membership, self._ping, gather_s=settings.gather_s, min_peers=settings.min_peers
+            self._membership, discovery.ping, gather_s=settings.gather_s, min_peers=settings.min_peers
         )
         self._reducer = Reducer(
             self._mesh,
             self._membership,
-            self._ping,
+            discovery.ping,
             codec=self._codec,
             robust=settings.robust,
             stall_s=settings.stall_s,
         )
         self._started.set()
-        await self._update_directory()
-        self._announcer = asyncio.create_task(self._announce_loop())
+        await discovery.update_directory()
+        self._announcer = asyncio.create_task(discovery.announce_loop())
 
     async def _shut_down(self) -> None:
         if self._announcer is not None:
             self._announcer.cancel()
             self._leader.stop()
-            byes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._live_peers())
-            await asyncio.gather(*byes, return_exceptions=True)
+            await self._discovery.say_goodbye()
         # Also after an interrupted start, which may have left a daemon and tasks behind.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -252,82 +232,6 @@ class PeerAverager:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         await asyncio.sleep(0.01)  # transports close in the next iterations of the loop
-
-    def _live_peers(self) -> list[str]:
-        return list(self._membership.alive(time.monotonic()))
-
-    async def _announce_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.announce_s)
-            try:
-                async with asyncio.timeout(DIRECTORY_S):
-                    await self._update_directory()
-            except (StreamBroken, TimeoutError) as error:
-                reason = str(error) or f"no answer within {DIRECTORY_S:.0f} s"
-                self._log.warning("directory update failed", reason=reason)
-
-    async def _update_directory(self) -> None:
-        """Announces this peer's card and reads those of the others."""
-        await self._mesh.announce(self._card().canonical(), for_s=4 * self._settings.announce_s)
-        cards: dict[str, Card] = {}
-        for peer, payload in (await self._mesh.cards()).items():
-            with contextlib.suppress(Rejected):
-                card = Card.parse(bytes(payload))
-                if card.peer == peer and self._admits(peer):
-                    cards[peer] = card
-        self._membership.update_from_directory(cards)
-
-    def _admits(self, peer: str) -> bool:
-        return self._settings.admit is None or peer in self._settings.admit
-
-    def _card(self) -> Card:
-        return self._served.card(self.peer, reachable=self._mesh.reachable)
-
-    async def _greet_all(self) -> list[Card]:
-        """Says hello to every live peer: they learn of this one before the directory tells them. Returns their cards."""
-        cards = await asyncio.gather(*(self._hello(peer) for peer in self._live_peers()))
-        return [card for card in cards if card is not None]
-
-    async def _greet_as_newcomer(self) -> list[Card]:
-        """Returns the cards of the peers with the same shared settings; the others are refused.
-
-        Raises ValueError if at least half of the peers have other settings. Fewer may be liars that keep newcomers away.
-        """
-        cards = await self._greet_all()
-        other = [card for card in cards if self._differs(card)]
-        if other and 2 * len(other) >= len(cards):
-            raise ValueError(
-                f"peer {other[0].peer} has {other[0].shared}, this one {self._settings.shared}: they could never "
-                "commit a round; give every site the same file"
-            )
-        for card in other:
-            self._log.warning("peer refused: it has other settings", peer=card.peer, settings=card.shared)
-            self._membership.refuse(card.peer, time.monotonic())
-        return [card for card in cards if card not in other]
-
-    def _differs(self, card: Card) -> bool:
-        return bool(card.shared and self._settings.shared) and card.shared != self._settings.shared
-
-    async def _hello(self, peer: str) -> Card | None:
-        if not self._membership.reachable(peer) or not self._admits(peer):
-            return None  # an outbound-only peer cannot be called, which does not mean that it is gone
-        try:
-            card = await ask_peer(self._mesh, peer, Hello(card=self._card()), Card, HELLO_S)
-            if card.peer != peer:
-                # Recorded, it would replace what the named peer says of itself, or add a peer that does not exist.
-                raise RoundFailed(f"{peer} replied with the card of {card.peer}")
-        except PeerTimeout:
-            self._membership.record_timeout(peer, time.monotonic())
-            return None
-        except RoundFailed:
-            self._membership.suspect(peer, time.monotonic())
-            return None
-        self._membership.record_card(card)
-        return card
-
-    async def _ping(self, peer: str) -> bool:
-        """Returns whether a peer counts as alive. After a single timeout it still does: it may be busy."""
-        return await self._hello(peer) is not None or not self._membership.suspected(peer, time.monotonic())
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -356,9 +260,9 @@ class PeerAverager:
         if reply.outcome == "retry":
             if reply.leader:
                 # This peer did not know the named leader or suspected it; if it answers, the next attempt asks it.
-                await self._hello(reply.leader)
+                await self._discovery.hello(reply.leader)
             raise RoundFailed(reply.reason)
-        strangers = [peer for peer in reply.members if not self._admits(peer)]
+        strangers = [peer for peer in reply.members if not self._discovery.admits(peer)]
         if strangers:
             raise RoundFailed(
                 f"{leader} formed a group with peers that are not admitted: {', '.join(strangers)}"
@@ -384,7 +288,7 @@ class PeerAverager:
             # A group that has just committed is one round ahead of its cards. A higher round would never be served.
             if reply.at_least <= 1 + max(request.standing.round, known):
                 return ""
-            await self._greet_all()
+            await self._discovery.greet_all()
         return f"round {reply.at_least}, which no peer has"
 
     async def _ask_leader(self, leader: str, request: ReadyRequest, deadline_s: float) -> GroupReply:
@@ -416,7 +320,7 @@ class PeerAverager:
         reason = "no peer offers one"
         new, lengths = self._served.version is None, self._served.lengths or self._model_lengths
         while time.monotonic() < until_s:
-            cards = [card for card in await self._greet_all() if not self._differs(card)]
+            cards = [card for card in await self._discovery.greet_all() if not self._discovery.differs(card)]
             newer = newest_cards(cards, self._served.version, at_least=self._at_least)
             now_s = time.monotonic()
             served = [card for card in newer if not self._membership.withholds_state(card.peer, now_s)]
@@ -449,7 +353,7 @@ class PeerAverager:
     async def _handle(self, stream: Stream) -> None:
         """Answers one request. A malformed request ends the stream without a reply, and so does a peer not admitted."""
         await self._started.wait()
-        if not self._admits(stream.peer):
+        if not self._discovery.admits(stream.peer):
             self._log.warning("peer refused: its id is not in `admit`", peer=stream.peer)
             return
         try:
@@ -470,10 +374,10 @@ class PeerAverager:
         match request:
             case Hello():
                 self._membership.record_card(request.card)
-                await stream.send(self._card().canonical())
+                await stream.send(self._discovery.card().canonical())
             case Bye():
                 self._membership.remove(request.peer)
-                await stream.send(self._card().canonical())
+                await stream.send(self._discovery.card().canonical())
             case ReadyRequest():
                 await self._leader.answer(request, stream)
             case VoteRequest():

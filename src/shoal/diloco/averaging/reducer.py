@@ -8,10 +8,11 @@ what the declared norms allow. Both fail the attempt and name the peer, which is
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -67,30 +68,21 @@ class PartReduction:
     def put(self, peer: str, at: int, coded: Coded) -> None:
         """Adds chunk `at` of `peer`, and computes the sums that are now complete, in order."""
         try:
+            # A chunk of another size is not kept: until the others' chunks are there, a member could fill this peer's memory.
             self._averager.check_size(peer, coded, self.lengths[at])
-        except BadChunk as bad:
-            # Not kept: until the other members' chunks are there, a member could fill this peer's memory.
-            self._refuse(bad.peer)
-            self.fail(str(bad))
-            return
-        self._received[at][peer] = coded
-        while self.num_done < len(self.lengths) and len(self._received[self.num_done]) == len(self.members):
-            received = self._received[self.num_done]
-            try:
+            self._received[at][peer] = coded
+            while self.num_done < len(self.lengths) and not self.missing():
+                received = self._received[self.num_done]
                 total = self._averager.average(
                     [received[member] for member in self.members], self.lengths[self.num_done]
                 )
-            except BadChunk as bad:
-                self._refuse(bad.peer)
-                self.fail(str(bad))
-                return
-            except ValueError as error:
-                self.fail(str(error))
-                return
-            self._sums.append((total, blake3(total).digest()))
-            self._received[self.num_done] = {}
-            self.num_done += 1
-            self._notify()
+                self._sums.append((total, blake3(total).digest()))
+                self._received[self.num_done] = {}
+                self.num_done += 1
+                self._notify()
+        except BadChunk as bad:
+            self._refuse(bad.peer)
+            self.fail(str(bad))
 
     def fail(self, reason: str) -> None:
         """Makes `sum` raise RoundFailed with the first reason given."""
@@ -141,16 +133,16 @@ class Reducer:
         """Exchanges with all owners at once and returns the average. Raises RoundFailed."""
         bounds = part_bounds(len(delta_N), len(group.owners))
         average_N = np.empty_like(delta_N)
-        jobs: list[Awaitable[tuple[list[bytes], int]]] = []
+        tasks: list[asyncio.Task[tuple[list[bytes], int]]] = []
         for owner, (start, end) in zip(group.owners, bounds, strict=True):
             chunks = chunk_bounds(start, end)
             if not chunks:
                 continue
             if owner == self._mesh.peer:
-                jobs.append(self._reduce_own_part(group, chunks, delta_N, average_N))
+                work = self._reduce_own_part(group, chunks, delta_N, average_N)
             else:
-                jobs.append(self._exchange_with(owner, group, chunks, delta_N, average_N, deadline_s))
-        tasks = [asyncio.ensure_future(job) for job in jobs]
+                work = self._exchange_with(owner, group, chunks, delta_N, average_N, deadline_s)
+            tasks.append(asyncio.create_task(work))
         try:
             async with asyncio.timeout(deadline_s):
                 done = await asyncio.gather(*tasks)
@@ -322,8 +314,6 @@ class Reducer:
 
 async def _send_refusal(stream: Stream, reason: str) -> None:
     """Sends an empty frame, which no sum is, and the reason in the next one."""
-    try:
+    with contextlib.suppress(StreamBroken):
         await stream.send(b"")
         await stream.send(reason.encode())
-    except StreamBroken:
-        pass

@@ -6,6 +6,7 @@ connection that asyncio's streams opened; tests/diloco/test_stream.py states wha
 """
 
 import asyncio
+import contextlib
 import struct
 from collections import deque
 from typing import Any
@@ -200,11 +201,9 @@ class Stream:
 
         The last sender must wait: a libp2p daemon drops bytes in flight when the sender closes.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self._frames.wait_ended()
-        except TimeoutError:
-            pass
 
     def close(self) -> None:
         self._writer.close()

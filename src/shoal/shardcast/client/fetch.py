@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from shoal.files import DiskFull, link_or_copy
@@ -36,6 +37,7 @@ from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.manifest_files import (
     MANIFEST_FILE,
+    find_manifest,
     hash_file,
     mark_boot,
     mark_incomplete,
@@ -141,6 +143,9 @@ class Fetch:
         self._manifest = sealed.body
         self.partial = partial_folder(into, sealed.body.version)
         self._into, self._choice, self._run_key, self._log, self._stop = into, choice, run_key, log, stop
+        self._ask_manifest = partial(
+            fetch_manifest, relays=choice, run_key=run_key, log=log, stop=stop, run=sealed.body.run
+        )
         self._end_s = time.monotonic() + deadline_s
         self._manifests: dict[int, Sealed[Manifest]] = {sealed.body.version: sealed}
         self._local = _find_local_files(into)
@@ -200,7 +205,7 @@ class Fetch:
         A publisher that lost its old versions, which its deltas were made against, sends the newest version whole.
         """
         try:
-            found = self._ask_manifest(self._manifest.version, 0.0)
+            found = self._ask_manifest(self._manifest.version, deadline_s=0.0)
         except (DeadlinePassed, Rejected):
             return False
         other = found.body
@@ -221,7 +226,7 @@ class Fetch:
             if found is None:
                 timeout_s = min(STALL_S, max(0.0, self._left_s())) if required else 0.0
                 try:
-                    found = self._ask_manifest(version, timeout_s)
+                    found = self._ask_manifest(version, deadline_s=timeout_s)
                 except (DeadlinePassed, Rejected) as reason:
                     self._log.warning(
                         f"version {self._manifest.version} builds on version {version}, whose manifest is not available",
@@ -242,17 +247,6 @@ class Fetch:
                     open_manifest(sealed, run=self._manifest.run, run_key=self._run_key)
                     return sealed
         return None
-
-    def _ask_manifest(self, version: int, timeout_s: float) -> Sealed[Manifest]:
-        return fetch_manifest(
-            version,
-            self._choice,
-            run_key=self._run_key,
-            log=self._log,
-            stop=self._stop,
-            deadline_s=timeout_s,
-            run=self._manifest.run,
-        )
 
     # -- download ---------------------------------------------------------------------------------------
 
@@ -347,8 +341,7 @@ class Fetch:
 
     def _is_built(self, entry: FileEntry) -> bool:
         # A file gets its name only after its digest was checked.
-        path = self.partial / entry.name
-        return path.is_file() and path.stat().st_size == entry.num_bytes
+        return _has_size(self.partial / entry.name, entry)
 
     def _delete_other_files(self) -> None:
         names = {entry.name for entry in self._manifest.files} | {MANIFEST_FILE}
@@ -442,20 +435,11 @@ def fetch_newer(
 # -- the client's folder --------------------------------------------------------------------------------
 
 
-def _read_manifest(folder: Path) -> Manifest | None:
-    """Returns the manifest of a version's folder; None if there is none that can be read."""
-    try:
-        sealed = read_manifest(folder)
-    except Rejected:
-        return None
-    return None if sealed is None else sealed.body
-
-
 def _find_local_files(into: Path) -> LocalFiles:
     files: defaultdict[tuple[str, str], tuple[Path, ...]] = defaultdict(tuple)
     versions = []
     for folder in version_folders(into).values():
-        if (manifest := _read_manifest(folder)) is None:
+        if (manifest := find_manifest(folder)) is None:
             continue
         for entry in manifest.files:
             if (folder / entry.name).is_file():
@@ -470,25 +454,22 @@ def _rehash_all(into: Path, log: Log) -> None:
     for path in partial_folders(into).values():
         mark_incomplete(path)  # their shards are hashed when the download continues
     for path in version_folders(into).values():
-        if not _has_right_digests(path):
+        manifest = find_manifest(path)
+        if manifest is None or not all(has_digest(path / entry.name, entry) for entry in manifest.files):
             log.warning(f"{path} does not match its manifest; it will be fetched again")
             shutil.rmtree(path)
     mark_boot(into)
 
 
-def _has_right_digests(folder: Path) -> bool:
-    manifest = _read_manifest(folder)
-    return manifest is not None and all(has_digest(folder / entry.name, entry) for entry in manifest.files)
-
-
 def _is_complete(folder: Path, manifest: Manifest) -> bool:
     """Returns whether an earlier call fetched the same files. The folder got its name only after every check."""
-    found = _read_manifest(folder)
+    found = find_manifest(folder)
     return (
         found is not None
         and found.yields_the_same(manifest)
-        and all(
-            (folder / entry.name).is_file() and (folder / entry.name).stat().st_size == entry.num_bytes
-            for entry in manifest.files
-        )
+        and all(_has_size(folder / entry.name, entry) for entry in manifest.files)
     )
+
+
+def _has_size(path: Path, entry: FileEntry) -> bool:
+    return path.is_file() and path.stat().st_size == entry.num_bytes

@@ -71,7 +71,7 @@ def cheapest_plan(
     deltas: tuple[int, ...] = ()
     num_bytes = 0
     current = manifest
-    while (entry := _find_entry(current, name)) is not None:
+    while (entry := current.find(name)) is not None:
         starts: list[tuple[Path | int, int]] = [(path, 0) for path in local.find(entry)]
         if entry.codec == "raw":
             starts.append((current.version, entry.num_bytes))
@@ -106,7 +106,3 @@ def _may_improve(
     # Once a plan is known, an older snapshot cannot be cheaper, but an older version on this machine can.
     has_older = local.oldest_version is not None and local.oldest_version < current.version
     return num_bytes < best.num_bytes and has_older
-
-
-def _find_entry(manifest: Manifest, name: str) -> FileEntry | None:
-    return next((entry for entry in manifest.files if entry.name == name), None)

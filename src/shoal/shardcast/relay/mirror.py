@@ -62,12 +62,10 @@ class Mirror:
         self._rejected: set[int] = set()
         self._log_disk_full_at_s = 0.0
         self._threads = [threading.Thread(target=self._download_loop, name="downloads", daemon=True)]
-        for index in range(len(upstreams)):
-            self._threads.append(
-                threading.Thread(
-                    target=self._follow_loop, args=(index,), name=f"upstream-{index}", daemon=True
-                )
-            )
+        self._threads += [
+            threading.Thread(target=self._follow_loop, args=(index,), name=f"upstream-{index}", daemon=True)
+            for index in range(len(upstreams))
+        ]
 
     def start(self) -> None:
         """Starts the threads."""

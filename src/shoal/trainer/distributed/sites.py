@@ -10,8 +10,8 @@ a merge has the merged weights and is published like any other.
 import threading
 from typing import Any
 
-from shoal.diloco.averaging.averager import Averager
-from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.averaging.averager import Averager, AveragerSettings
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
 from shoal.diloco.robust import RobustSettings
