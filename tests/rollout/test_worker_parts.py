@@ -18,7 +18,7 @@ from shoal.rollout.worker.lease_supply import LeaseSupply
 from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, ServerClock
 from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
 from shoal.rollout.worker.version_cache import VersionCache
-from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
+from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import LeaseStatus, ProblemDetails, Upload
@@ -302,6 +302,22 @@ def test_work_of_a_stale_version_is_given_back() -> None:
     session = CoordinatorSession(StrictClient(), joined, deadline_s=900.0, log=Log("worker"))  # type: ignore[arg-type]
     with pytest.raises(LeaseLost, match="version 2 is stale") as lost:
         session.deliver(LEASE.model_copy(update={"deadline_s": 70.0}), b"rows", policy_version=2)
+    assert lost.value.still_open
+
+
+# -- versions -----------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_names_no_version_is_lost() -> None:
+    """The worker gives it back and goes on."""
+    spec = SimpleNamespace(max_lag=1, keep_versions=4)
+    joined = SimpleNamespace(info=SimpleNamespace(spec=spec))
+    session = SimpleNamespace(joined=joined, tickets=None, ask_newest_version=lambda: 3)
+    versions = VersionCache(cast(WorkerFolder, None), cast(CoordinatorSession, session), log=Log("worker"))
+    with pytest.raises(LeaseLost, match="the lease names none") as lost:
+        versions.ensure(
+            LEASE.model_copy(update={"policies": ()}), stop=threading.Event(), wait_for_newest=False
+        )
     assert lost.value.still_open
 
 

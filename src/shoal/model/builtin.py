@@ -89,7 +89,11 @@ def copy_all_but_weights(source: Path, target: Path) -> None:
 
 def _fill(name: str, folder: Path, seed: int) -> None:
     if name == "tiny":
-        _write_tiny(folder, seed)
+        _write_json(folder / "config.json", _TINY_CONFIG)
+        CharTokenizer(ALPHABET).save(folder)
+        decoder = empty_decoder(read_shape(folder))
+        _draw_weights(decoder, seed)
+        save_weights(decoder, folder / WEIGHTS_FILE)
     elif name == "smollm2-135m":
         write_gguf(find_smollm2(), folder)
     elif Path(name).is_dir():
@@ -104,14 +108,6 @@ def _fill(name: str, folder: Path, seed: int) -> None:
         raise ValueError(
             f"unknown model {name!r}; known: {', '.join(BUILTIN)}, the path of a model folder or GGUF file, or org/name of the hub"
         )
-
-
-def _write_tiny(folder: Path, seed: int) -> None:
-    _write_json(folder / "config.json", _TINY_CONFIG)
-    CharTokenizer(ALPHABET).save(folder)
-    decoder = empty_decoder(read_shape(folder))
-    _draw_weights(decoder, seed)
-    save_weights(decoder, folder / WEIGHTS_FILE)
 
 
 def _draw_weights(decoder: Decoder, seed: int) -> None:
@@ -138,7 +134,10 @@ def _write_copy(source: Path, folder: Path) -> None:
             f"{source}: hidden_size={model.shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}"
         )
     copy_all_but_weights(source, folder)
-    _declare_bfloat16(folder)
+    # Other programs compute in the dtype that config.json names.
+    config = read_json(folder / "config.json")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
+    _write_json(folder / "config.json", config | {key: "bfloat16"})
     save_weights(model, folder / WEIGHTS_FILE)
     if refusal is not None:
         load_causal(folder)  # raises now if a role could not load it
@@ -168,13 +167,6 @@ def _read_through_transformers(source: Path, refusal: str) -> TransformersModel:
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {refusal}, and transformers says: {error}") from None
     return TransformersModel(model)
-
-
-def _declare_bfloat16(folder: Path) -> None:
-    """Sets the dtype in config.json to that of the weights; other programs compute in the dtype it names."""
-    config = read_json(folder / "config.json")
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
-    _write_json(folder / "config.json", config | {key: "bfloat16"})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _make_compiler() -> Callable[[str], Any]:
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format: datetime.now(UTC).strftime(format),
         "dict": _TemplateDict(),
         "namespace": _namespace_type(),
     }
@@ -229,7 +229,3 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now(UTC).strftime(format)

@@ -59,8 +59,7 @@ class KVCache:
         size = (shape.num_layers, num_slots, max_context, shape.num_kv_heads, shape.head_dim)
         # Not new_empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
         self.keys_LSCKD, self.values_LSCKD = (like.new_zeros(size) for _ in range(2))
-        self.num_slots, self.max_context = num_slots, max_context
-        self.context = max_context
+        self.max_context = self.context = max_context
 
     def write(
         self, layer: int, positions_BT: Tensor, keys_BTKD: Tensor, values_BTKD: Tensor
@@ -102,7 +101,10 @@ Projection = Callable[..., tuple[Tensor, ...]]
 
 
 class AttentionInputs:
-    """Positions, rotations and what each token may attend to, made once per forward pass and used by every layer."""
+    """Positions, rotations and what each token may attend to, made once per forward pass and used by every layer.
+
+    Not a dataclass: torch.distributed would cast the tensors in one.
+    """
 
     def __init__(
         self,
@@ -113,11 +115,9 @@ class AttentionInputs:
         segments: Segments | None = None,
     ) -> None:
         self.rope_BT1D = rope_BT1D
-        self.mask_B1TC = mask_B1TC
-        self.cache = cache
-        self.positions_BT = positions_BT
-        self.segments = segments
-        """Used instead of the mask where a flash kernel runs."""
+        self.mask_B1TC, self.segments = mask_B1TC, segments
+        """The segments are used instead of the mask where a flash kernel runs."""
+        self.cache, self.positions_BT = cache, positions_BT
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -411,36 +411,22 @@ def attend_segments(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, segments: Se
     if segments.spans:
         out_TND = attend_spans(q_TND, k_TKD, v_TKD, segments.spans)
     else:
+        starts_S, longest = segments.starts_S, segments.longest
         out_TND = torch.ops.aten._flash_attention_forward(
-            q_TND,
-            k_TKD,
-            v_TKD,
-            segments.starts_S,
-            segments.starts_S,
-            segments.longest,
-            segments.longest,
-            0.0,
-            True,
-            False,
+            q_TND, k_TKD, v_TKD, starts_S, starts_S, longest, longest, 0.0, True, False
         )[0]
     return out_TND.view(q_BTND.shape)
 
 
 def attend_spans(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Returns causal attention inside each span of tokens, [T, N, D], one span after another, in any dtype."""
-    parts = [_attend_one(q_TND[a:b], k_TKD[a:b], v_TKD[a:b]) for a, b in spans]
+    parts = []
+    for a, b in spans:
+        q_1NTD, k_1KTD, v_1KTD = (side[a:b].transpose(0, 1)[None] for side in (q_TND, k_TKD, v_TKD))
+        gqa = q_TND.shape[1] != k_TKD.shape[1]
+        out_1NTD = F.scaled_dot_product_attention(q_1NTD, k_1KTD, v_1KTD, is_causal=True, enable_gqa=gqa)
+        parts.append(out_1NTD[0].transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attend_one(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    out_1NTD = F.scaled_dot_product_attention(
-        q_TND.transpose(0, 1)[None],
-        k_TKD.transpose(0, 1)[None],
-        v_TKD.transpose(0, 1)[None],
-        is_causal=True,
-        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
-    )
-    return out_1NTD[0].transpose(0, 1)
 
 
 def _power_of_two(number: int) -> int:

@@ -69,7 +69,9 @@ class TransformersModel(nn.Module):
         if segments_BT is None:
             return self._states(tokens_BT, None)
         if self.packs:
-            return self._states(tokens_BT, _restarting_positions(positions_BT, segments_BT))
+            # Position ids restart only at the start of a sample; padding is counted separately.
+            padding_BT = segments_BT < 0
+            return self._states(tokens_BT, torch.where(padding_BT, padding_BT.cumsum(1) - 1, positions_BT))
         return self._states_by_sample(tokens_BT, segments_BT)
 
     def head(self) -> LogitHead:
@@ -222,13 +224,6 @@ def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
 def _close(left: Tensor, right: Tensor) -> bool:
     left, right = left.float(), right.float()
     return bool((left - right).norm() <= _TOLERANCE * right.norm())
-
-
-def _restarting_positions(positions_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Returns position ids that restart only at the start of a sample. Padding is counted separately."""
-    padding_BT = segments_BT < 0
-    count_BT = padding_BT.cumsum(1) - 1
-    return torch.where(padding_BT, count_BT, positions_BT)
 
 
 def _segment_spans(ids: list[int]) -> list[tuple[int, int]]:

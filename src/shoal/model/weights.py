@@ -67,10 +67,10 @@ def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:
     ignored = {"lm_head.weight", *(name for name, _ in model.named_buffers())} - parameters.keys()
     file_of: dict[str, Path] = {}
     for path in paths:
-        file_of |= _check_file(path, parameters, ignored)
+        file_of |= dict.fromkeys(_check_file(path, parameters, ignored), path)
     if missing := sorted(parameters.keys() - file_of.keys()):
         raise ValueError(
-            f"{sorted(set(file_of.values()))[0] if file_of else 'no file'}: {len(missing)} parameters are missing, "
+            f"{min(file_of.values()) if file_of else 'no file'}: {len(missing)} parameters are missing, "
             f"first {missing[0]!r}; does config.json belong to these weights?"
         )
     with torch.no_grad():
@@ -90,8 +90,9 @@ def stored_names(paths: Iterable[Path]) -> set[str]:
     return names
 
 
-def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str]) -> list[str]:
+    """Returns the names of the parameters in a file. Raises ValueError for a tensor that does not fit the model."""
+    found = []
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118
@@ -109,7 +110,7 @@ def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str])
                 stored, wanted = tuple(found_slice.get_shape()), tuple(parameters[name].shape)
                 if stored != wanted:
                     raise ValueError(f"{path}: {name} has shape {stored}, config.json asks for {wanted}")
-                found[name] = path
+                found.append(name)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a readable safetensors file: {error}") from None
     return found

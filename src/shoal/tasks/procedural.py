@@ -65,18 +65,16 @@ class Add(DrawnTask):
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
-        return f"{a}+{b}", Problem(self._ask(a, b), str(a + b))
+        prompts = {
+            "bare": f"{a}+{b}=",
+            "chat": f"What is {a} + {b}? Reply with the number only.",
+            "shots": f"13 + 25 = 38\n46 + 17 = 63\n{a} + {b} =",
+        }
+        return f"{a}+{b}", Problem(prompts[self.style], str(a + b))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         reply = text.strip().split("\n")[0] if self.style == "shots" else reply_of(text)
         return grade_number(problem.answer, reply)
-
-    def _ask(self, a: int, b: int) -> str:
-        if self.style == "bare":
-            return f"{a}+{b}="
-        if self.style == "chat":
-            return f"What is {a} + {b}? Reply with the number only."
-        return f"13 + 25 = 38\n46 + 17 = 63\n{a} + {b} ="
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,9 @@ class Sort(DrawnTask):
 
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         digits = "".join(str(rng.randrange(10)) for _ in range(self.length))
-        return digits, Problem(self._ask(digits), "".join(sorted(digits)))
+        asked = f"Sort the digits {', '.join(digits)} in ascending order. Reply with the digits only."
+        prompt = f"{digits}=" if self.style == "bare" else asked
+        return digits, Problem(prompt, "".join(sorted(digits)))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         answer = self._answer(text)
@@ -114,11 +114,6 @@ class Sort(DrawnTask):
         if self.style == "bare":
             return text.strip()
         return "".join(char for char in reply_of(text) if char.isascii() and char.isdigit())
-
-    def _ask(self, digits: str) -> str:
-        if self.style == "bare":
-            return f"{digits}="
-        return f"Sort the digits {', '.join(digits)} in ascending order. Reply with the digits only."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +139,11 @@ class Largest(DrawnTask):
             number = rng.randrange(self.below)
             if number not in numbers:
                 numbers.append(number)
-        # Split by the set: the same numbers in another order must be on the same side.
-        return ",".join(map(str, sorted(numbers))), Problem(self._ask(numbers), str(max(numbers)))
-
-    def _ask(self, numbers: list[int]) -> str:
-        if self.style == "bare":
-            return f"{','.join(map(str, numbers))}>"
         listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-        return f"Which is the largest of {listed}? Reply with the number only."
+        asked = f"Which is the largest of {listed}? Reply with the number only."
+        prompt = f"{','.join(map(str, numbers))}>" if self.style == "bare" else asked
+        # Split by the set: the same numbers in another order must be on the same side.
+        return ",".join(map(str, sorted(numbers))), Problem(prompt, str(max(numbers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +170,7 @@ class Count(DrawnTask):
     def _draw(self, rng: Random) -> tuple[str, Problem]:
         word = "".join(_LETTERS[rng.randrange(self.alphabet)] for _ in range(self.length))
         letter = _LETTERS[rng.randrange(self.alphabet)]
+        asked = f'How many times does the letter "{letter}" occur in "{word}"? Reply with the number only.'
+        prompt = f"{word} {letter}=" if self.style == "bare" else asked
         # Split by the word: a word of the training problems must not be held out with another letter.
-        return word, Problem(self._ask(word, letter), str(word.count(letter)))
-
-    def _ask(self, word: str, letter: str) -> str:
-        if self.style == "bare":
-            return f"{word} {letter}="
-        return f'How many times does the letter "{letter}" occur in "{word}"? Reply with the number only.'
+        return word, Problem(prompt, str(word.count(letter)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.files import write_bytes_atomically
 from shoal.tasks.code_files import CODE_DIGEST, is_code, load_code, pin_code
-from shoal.tasks.datasets.data_set import DataSet, Format, Listed, checks_text
+from shoal.tasks.datasets.data_set import DataSet, Listed, checks_text
 from shoal.tasks.datasets.file_options import Options, checked_options, keep_files
 from shoal.tasks.datasets.formats import GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
 from shoal.tasks.datasets.genesys import GENESYS
@@ -34,10 +34,6 @@ _PARTS = {
 }
 
 Factory = Callable[..., Task]
-
-
-def _data_set(format: Format) -> Factory:
-    return functools.partial(DataSet, format=format)
 
 
 def _listed(path: str) -> Task:
@@ -62,7 +58,10 @@ TASKS: dict[str, Factory] = {
     "judge": JudgedAnswers,
     "listed": _listed,
     "each": _each,
-    **{format.name: _data_set(format) for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)},
+    **{
+        format.name: functools.partial(DataSet, format=format)
+        for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)
+    },
 }
 
 

@@ -108,7 +108,15 @@ def _measure(
     by_class: list[list[float]] = [[] for _ in sizes]
     for unit in (unit for groups in pairs for rows in groups for row in rows for unit in row):
         by_class[size_class(sizes, unit.size)].append(unit.value)
-    moments = [_moments(values) for values in by_class]
+    moments = [
+        Moments(
+            segments=len(array),
+            mean=float(array.mean()),
+            variance=float(array.var()),
+            largest=float(array.max()),
+        )
+        for array in (np.asarray(values, dtype=np.float64) for values in by_class)
+    ]
 
     def of_units(row: Units) -> list[tuple[float, float]]:
         """Returns excess and variance of the units that are tested."""
@@ -166,16 +174,6 @@ def _spreads(groups: Sequence[Floats]) -> tuple[float, float]:
     common = max(0.0, float((of_prompts - of_rows) / more)) if more > 0 else 0.0
     inflation = max(1.0, float((of_rows - common * counts_of_rows) / rows_R3[:, 1].sum()))
     return inflation, common
-
-
-def _moments(values: Sequence[float]) -> Moments:
-    array = np.asarray(values, dtype=np.float64)
-    return Moments(
-        segments=len(array),
-        mean=float(array.mean()),
-        variance=float(array.var()),
-        largest=float(array.max()),
-    )
 
 
 def _tail(

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.model.decoder import Decoder, KVCache, run_prompts
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.adversary.lies import OtherSeeds, OtherWeights
+from shoal.rollout.adversary.lies import OtherWeights, other_seed
 from shoal.rollout.adversary.lying_engines import older, quantised_by_channel
 from shoal.rollout.engine.api import (
     Behaviour,
@@ -37,7 +37,18 @@ from shoal.wire.seeded_draw import uniforms
 class PlainEngine:
     """Decodes batches of rows with Decoder. Subclasses override `alter`, `make_cache`, `forward` or `draw`."""
 
-    def __init__(self, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        compute_dtype: ComputeDtype,
+        proof: ProofSpec,
+        max_rows: int,
+        device: str,
+        bits: int = 8,
+        distance: float = 0.0,
+    ) -> None:
+        """`bits` and `distance` say how far a subclass departs from the honest computation."""
+        self._bits, self._distance = bits, distance
         self.policy_version: int | None = None
         self._dtype, self._proof, self._max_rows = DTYPES[compute_dtype], proof, max_rows
         self._device = device
@@ -147,10 +158,6 @@ class PlainEngine:
 class LowerPrecisionEngine(PlainEngine):
     """Rounds the weights of the second half of the layers to `bits` bits and leaves the first half as published."""
 
-    def __init__(self, *, bits: int, **settings: object) -> None:
-        super().__init__(**settings)  # type: ignore[arg-type] # the settings of PlainEngine
-        self._bits = bits
-
     def alter(self, decoder: Decoder) -> None:
         layers = decoder.model.layers
         for layer in layers[len(layers) // 2 :]:
@@ -193,10 +200,6 @@ class _QuantisedCache(KVCache):
 class QuantisedCacheEngine(PlainEngine):
     """Keeps the KV cache in `bits` bits, which holds more rows at once."""
 
-    def __init__(self, *, bits: int, **settings: object) -> None:
-        super().__init__(**settings)  # type: ignore[arg-type] # the settings of PlainEngine
-        self._bits = bits
-
     def make_cache(self, decoder: Decoder, num_rows: int, context: int) -> KVCache:
         cache = _QuantisedCache(decoder, num_slots=num_rows, max_context=context)
         cache.bits = self._bits
@@ -205,10 +208,6 @@ class QuantisedCacheEngine(PlainEngine):
 
 class EdgeEngine(PlainEngine):
     """Picks, among the tokens whose intervals are at most `distance` away from the uniform, the one it prefers."""
-
-    def __init__(self, *, distance: float, **settings: object) -> None:
-        super().__init__(**settings)  # type: ignore[arg-type] # the settings of PlainEngine
-        self._distance = distance
 
     def draw(self, logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
         logprobs_BV = torch.log_softmax(logits_BV / temperatures_B.float()[:, None], dim=-1)
@@ -278,8 +277,11 @@ def _continued(row: Rollout, other: Rollout) -> Rollout:
     )
 
 
-class CachedAnswers(OtherSeeds, OtherWeights):
+class CachedAnswers(OtherWeights):
     """Sends answers that it gave to the same prompts earlier: one version older, and drawn with another lease's seed."""
+
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
+        return [other_seed(request, lease) for request in requests]
 
 
 STALE_RATES = (1e-6, 1e-5, 1e-4)

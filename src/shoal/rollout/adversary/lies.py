@@ -105,29 +105,67 @@ class Prefilled(OtherEngine):
         return leased
 
 
-class ForgedProof(Behaviour):
-    """Sends proofs that need no states: a constant polynomial claims the same likely value at every index."""
+class ChangedRequests(Behaviour):
+    """Generates what `change` makes of each request."""
 
-    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        words = (PRIME, FORGED_VALUE, *[0] * (lease.proof.topk - 1))
-        segment = b"".join(word.to_bytes(2, "big") for word in words)
-        rows = tuple(
-            replace(row, proof=segment * num_segments(len(row.output_tokens) - 1, lease.proof.segment_tokens))
-            for row in table.rows
-        )
-        return replace(table, rows=rows)
-
-
-class EditedPrompt(Behaviour):
-    """Exchanges two tokens of one prompt, in what is run and in what is sent."""
+    def __init__(self, change: Callable[[GenerationRequest, Lease], GenerationRequest]) -> None:
+        self._change = change
 
     def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        return [
-            replace(request, prompt_tokens=_swapped(request.prompt_tokens))
-            if request.prompt_index == 0
-            else request
-            for request in requests
-        ]
+        return [self._change(request, lease) for request in requests]
+
+
+def edited_prompt(request: GenerationRequest, lease: Lease) -> GenerationRequest:
+    """Exchanges two tokens of one prompt, in what is run and in what is sent."""
+    changed = request.prompt_index == 0
+    return replace(request, prompt_tokens=_swapped(request.prompt_tokens)) if changed else request
+
+
+def cut_short(request: GenerationRequest, lease: Lease) -> GenerationRequest:
+    """Stops at half the allowed length; the row then claims that it was reached."""
+    return replace(request, max_new_tokens=max(1, lease.sampling.max_new_tokens // 2))
+
+
+def other_temperature(request: GenerationRequest, lease: Lease, *, factor: float) -> GenerationRequest:
+    """Samples at `factor` times the leased temperature."""
+    return replace(request, temperature=factor * request.temperature)
+
+
+def other_seed(request: GenerationRequest, lease: Lease) -> GenerationRequest:
+    """Samples honestly but with other seeds. A liar could draw many answers this way and send only the best."""
+    return replace(request, sample_seed=request.sample_seed ^ OTHER_SEED)
+
+
+class ChangedRows(Behaviour):
+    """Sends what `change` makes of each generated row."""
+
+    def __init__(self, change: Callable[[Rollout, Lease], Rollout]) -> None:
+        self._change = change
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        return replace(table, rows=tuple(self._change(row, lease) for row in table.rows))
+
+
+def forged_proof(row: Rollout, lease: Lease) -> Rollout:
+    """Makes a proof that needs no states: a constant polynomial claims the same likely value at every index."""
+    words = (PRIME, FORGED_VALUE, *[0] * (lease.proof.topk - 1))
+    segments = num_segments(len(row.output_tokens) - 1, lease.proof.segment_tokens)
+    return replace(row, proof=b"".join(word.to_bytes(2, "big") for word in words) * segments)
+
+
+def replaced_tokens(row: Rollout, lease: Lease) -> Rollout:
+    """Replaces one token in eight by the one before it, after the proofs were made.
+
+    Keeps the last token: other checks look at how an answer ends.
+    """
+    tokens = list(row.output_tokens)
+    tokens[7:-1:8] = row.output_tokens[6:-2:8]
+    return replace(row, output_tokens=tuple(tokens))
+
+
+def wrong_logprobs(row: Rollout, lease: Lease) -> Rollout:
+    """Reports every token as less likely than it was, which would double its weight in the loss."""
+    return replace(row, logprobs=tuple(logprob - 0.7 for logprob in row.logprobs))
 
 
 class HiddenEdit(Behaviour):
@@ -143,16 +181,6 @@ class HiddenEdit(Behaviour):
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
         rows = tuple(replace(row, prompt_tokens=self._leased[row.prompt_index]) for row in table.rows)
-        return replace(table, rows=rows)
-
-
-class ReplacedTokens(Behaviour):
-    """Replaces one token in eight by the one before it, after the proofs were made."""
-
-    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        rows = tuple(
-            replace(row, output_tokens=_with_repeats(row.output_tokens, every=8)) for row in table.rows
-        )
         return replace(table, rows=rows)
 
 
@@ -207,14 +235,6 @@ class Truncated(KnowsTokenizer):
         return replace(table, rows=rows)
 
 
-class CutShort(Behaviour):
-    """Stops at half the allowed length and claims that it was reached."""
-
-    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        cap = max(1, lease.sampling.max_new_tokens // 2)
-        return [replace(request, max_new_tokens=cap) for request in requests]
-
-
 class CopiedRows(Behaviour):
     """Answers each prompt once and sends that answer for all of its samples."""
 
@@ -222,33 +242,6 @@ class CopiedRows(Behaviour):
         first = {row.prompt_index: row for row in reversed(table.rows)}
         rows = tuple(replace(first[row.prompt_index], sample_index=row.sample_index) for row in table.rows)
         return replace(table, rows=rows)
-
-
-class WrongLogprobs(Behaviour):
-    """Reports every token as less likely than it was, which would double its weight in the loss."""
-
-    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        rows = tuple(
-            replace(row, logprobs=tuple(logprob - 0.7 for logprob in row.logprobs)) for row in table.rows
-        )
-        return replace(table, rows=rows)
-
-
-class OtherTemperature(Behaviour):
-    """Samples at `factor` times the leased temperature."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        return [replace(request, temperature=self._factor * request.temperature) for request in requests]
-
-
-class OtherSeeds(Behaviour):
-    """Samples honestly but with other seeds. A liar could draw many answers this way and send only the best."""
-
-    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
-        return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]
 
 
 class Replay(Behaviour):
@@ -318,19 +311,19 @@ LIES: dict[str, Callable[[], Behaviour]] = {
     "other-dtype": OtherDtype,
     "stale-weights": partial(OtherEngine, FrozenEngine),
     "smaller-model": Prefilled,
-    "forged-proof": ForgedProof,
+    "forged-proof": partial(ChangedRows, forged_proof),
     "typical-proof": partial(OtherEngine, TypicalEngine),
-    "edited-prompt": EditedPrompt,
+    "edited-prompt": partial(ChangedRequests, edited_prompt),
     "hidden-prompt": partial(HiddenEdit, lambda tokens: tokens[:1] + tokens),
     "hidden-token": partial(HiddenEdit, lambda tokens: _one_changed(tokens)),
     "other-prompts": OtherPrompts,
-    "replaced-tokens": ReplacedTokens,
+    "replaced-tokens": partial(ChangedRows, replaced_tokens),
     "truncated": Truncated,
-    "cut-short": CutShort,
-    "wrong-logprobs": WrongLogprobs,
-    "hot-sampling": partial(OtherTemperature, 2.0),
-    "cold-sampling": partial(OtherTemperature, 0.5),
-    "other-seeds": OtherSeeds,
+    "cut-short": partial(ChangedRequests, cut_short),
+    "wrong-logprobs": partial(ChangedRows, wrong_logprobs),
+    "hot-sampling": partial(ChangedRequests, partial(other_temperature, factor=2.0)),
+    "cold-sampling": partial(ChangedRequests, partial(other_temperature, factor=0.5)),
+    "other-seeds": partial(ChangedRequests, other_seed),
     "best-of-n": partial(OtherEngine, BestEngine),
     "copied-rows": CopiedRows,
     "replay": Replay,
@@ -355,14 +348,6 @@ TOKEN_LIES = frozenset(
     )
 )
 """Lies that only change tokens. An answer that still has the honest tokens contains no lie, and measurements leave it out."""
-
-
-def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
-    """Replaces every `every`-th token by the one before it. Keeps the last: other checks look at how an answer ends."""
-    return tuple(
-        tokens[index - 1] if index % every == every - 1 and index < len(tokens) - 1 else token
-        for index, token in enumerate(tokens)
-    )
 
 
 def _one_changed(tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -100,9 +100,6 @@ class WrappedEngine:
     def step(self) -> list[FinishedRow]:
         return self.inner.step()
 
-    def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
-        return prove_states(states, self.proof)
-
 
 class AlteredEngine(WrappedEngine):
     """Generates with weights that were never published."""
@@ -158,7 +155,7 @@ class PrefilledEngine(AlteredEngine):
             self._leased.logits(states_TH).float() / row.request.temperature, dim=-1
         )
         logprobs_T = logprobs_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
-        (proof,) = self._prove([states_TH[1:]])
+        (proof,) = prove_states([states_TH[1:]], self.proof)
         return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
 
 
@@ -172,7 +169,7 @@ class TypicalEngine(WrappedEngine):
     def step(self) -> list[FinishedRow]:
         rows = self.inner.step()
         states = [self._typical_H.expand(len(row.output_tokens) - 1, -1) for row in rows]
-        proofs = self._prove(states)
+        proofs = prove_states(states, self.proof)
         return [replace(row, proof=proof) for row, proof in zip(rows, proofs, strict=True)]
 
 

@@ -99,8 +99,12 @@ class VersionCache:
         """
         self._relays, self._origin = lease.relays, lease.origin
         policies = _newest_first(lease)
+        if not policies:
+            raise LeaseLost("no policy version can be fetched: the lease names none", still_open=True)
         self.note_published(policy.version for policy in policies)
-        if not wait_for_newest and any(self._is_good_enough(policy, policies[0]) for policy in policies):
+        oldest = policies[0].version - self._max_lag
+        good = (policy for policy in policies if policy == policies[0] or policy.version > oldest)
+        if not wait_for_newest and any(map(self._is_here, good)):
             return
         self._ask_newest()  # a lease that a crash interrupted may be old
         self._check_age(lease, policies[0])
@@ -112,10 +116,7 @@ class VersionCache:
             except (CorruptData, DeadlinePassed, Rejected, Refused, Unreachable) as error:
                 self._log.warning(f"version {policy.version} cannot be fetched", reason=error)
                 reasons.append(f"version {policy.version}: {error}")
-        raise LeaseLost(
-            "no policy version can be fetched: " + ("; ".join(reasons) or "the lease names none"),
-            still_open=True,
-        )
+        raise LeaseLost("no policy version can be fetched: " + "; ".join(reasons), still_open=True)
 
     def choose(self, lease: Lease) -> PolicyRef:
         """Returns the newest version of the lease that is here. Raises LeaseLost if it would be too old to count."""
@@ -206,8 +207,10 @@ class VersionCache:
             if fetch is not None and fetch.done:
                 fetch.result()
                 fetch = None
+            # Before the first lease no relay is known.
+            missing = (self._relays or self._origin) and newest not in {ref.version for ref in self._folders}
             # In a thread of its own, so that a newer answer can end the fetch of a version that relays have dropped.
-            if fetch_ahead and fetch is None and self._is_missing(newest):
+            if fetch_ahead and fetch is None and missing:
                 fetch = BackgroundTask("fetch ahead", partial(self._fetch_ahead, newest, stop))
 
     def note_published(self, versions: Iterable[int]) -> None:
@@ -231,12 +234,6 @@ class VersionCache:
             pass  # the worker stops, or a lease needs another version
         finally:
             self._fetch_lock.release()
-
-    def _is_missing(self, version: int) -> bool:
-        """Returns whether a version can and should be fetched. Before the first lease no relay is known."""
-        return bool(self._relays or self._origin) and all(
-            policy.version != version for policy in self._folders
-        )
 
     # -- one version ---------------------------------------------------------------------------------------
 
@@ -316,10 +313,6 @@ class VersionCache:
 
     def _is_dropped(self, version: int) -> bool:
         return self._newest_version - version >= self._keep_versions
-
-    def _is_good_enough(self, policy: PolicyRef, newest: PolicyRef) -> bool:
-        may_age = newest.version - policy.version < self._max_lag
-        return self._is_here(policy) and (may_age or policy == newest)
 
     def _is_here(self, policy: PolicyRef) -> bool:
         """Looks at the disk too: the owner may delete fetched versions at any time."""

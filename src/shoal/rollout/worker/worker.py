@@ -334,7 +334,8 @@ class Worker:
                 self._report_progress(version, len(finished), len(requests))
             if not ordered and self._is_time_to_order(now_s - started_s, len(finished), len(requests)):
                 ordered = True
-                self._order_next()
+                if self._config.prefetch and not self._owner_wants_machine():
+                    self._supply.order()
             finished += self._engine.step()
         took_s = max(time.monotonic() - started_s, 1e-3)
         self.status.begin(Activity.PACKING)
@@ -372,10 +373,6 @@ class Worker:
         if num_done:
             rest_s = min(rest_s, spent_s * (num_rows - num_done) / num_done)
         return rest_s <= min(self._supply.lead_s, whole_s / 2)
-
-    def _order_next(self) -> None:
-        if self._config.prefetch and not self._owner_wants_machine():
-            self._supply.order()
 
     def _lose(self, lease: Lease, error: LeaseLost) -> None:
         self._lease = None

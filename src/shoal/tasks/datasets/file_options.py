@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 from shoal.files import write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
@@ -46,13 +46,8 @@ def file_digests(spec: TaskSpec) -> dict[str, str]:
 
 def run_digests(spec: RunSpec, *, to_grade: bool = True) -> list[str]:
     """Returns the digests of the files of all tasks of a run, each once; without `to_grade`, those that pose problems."""
-    tasks = [task if to_grade else _without_graders(task) for task in spec.task_specs()]
-    return list(dict.fromkeys(digest for task in tasks for digest in file_digests(task).values()))
-
-
-def _without_graders(spec: TaskSpec) -> TaskSpec:
-    options = {name: value for name, value in spec.options.items() if name not in _GRADERS}
-    return spec.model_copy(update={"options": options})
+    found = [one for task in spec.task_specs() for one in file_digests(task).items()]
+    return list(dict.fromkeys(digest for name, digest in found if to_grade or name not in _GRADERS))
 
 
 def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:
@@ -106,13 +101,18 @@ def is_digest_of_file(name: str) -> bool:
 
 def digest_of(path: Path) -> str:
     """Returns the SHA-256 digest of a file, or of the tar file of a folder, in hexadecimal."""
+    if path.is_dir():
+        digest = hashlib.sha256()
+        _write_tar(path, SimpleNamespace(write=digest.update))
+        return digest.hexdigest()
+    with open_data(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_data(path: Path) -> IO[bytes]:
+    """Opens a data file. Raises ValueError if there is none."""
     try:
-        if path.is_dir():
-            digest = hashlib.sha256()
-            _write_tar(path, SimpleNamespace(write=digest.update))
-            return digest.hexdigest()
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return path.open("rb")
     except FileNotFoundError:
         raise ValueError(f"no data file at {path}; check the path in the task's options") from None
 

@@ -228,21 +228,17 @@ def _joined(value: Any) -> str:
 
 def grade_genesys(problem: Problem, text: str) -> Reward:
     """Grades an answer by the kind of its problem's check."""
-    if _is_program(problem):
+    if problem.check.startswith('{"tests": '):
         return grade_program(problem, text)
     check: dict[str, Any] = json.loads(problem.check)
-    if "prediction" in check:
-        return _grade_prediction(check["prediction"], text)
-    boxed = last_boxed(reply_of(text))
-    return UNPARSEABLE if not boxed else compare_any(check["golds"], boxed)
-
-
-def _grade_prediction(wanted: Any, text: str) -> Reward:
-    """Compares the field `output` of the last JSON object in the reply that has one. 7 and "7" are the same output."""
+    if "prediction" not in check:
+        boxed = last_boxed(reply_of(text))
+        return UNPARSEABLE if not boxed else compare_any(check["golds"], boxed)
     found = _last_object(reply_of(text), "output")
     if found is None:
         return UNPARSEABLE
-    given = found["output"]
+    given, wanted = found["output"], check["prediction"]
+    # 7 and "7" are the same output.
     return RIGHT if given == wanted or _as_text(given) == _as_text(wanted) else WRONG
 
 
@@ -277,10 +273,6 @@ def find_bad_genesys(problems: Sequence[Problem]) -> dict[int, str]:
         return {}
     bad = find_bad_golds([json.loads(problems[index].check)["golds"] for index in indices])
     return {indices[index]: reason for index, reason in bad.items()}
-
-
-def _is_program(problem: Problem) -> bool:
-    return problem.check.startswith('{"tests": ')
 
 
 GENESYS = Format(name="genesys", read=read_genesys, grade=grade_genesys, find_bad=find_bad_genesys)

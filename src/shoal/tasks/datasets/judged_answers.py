@@ -40,7 +40,8 @@ Answer: {answer}
 Does the answer agree with the reference answer? Explain in one or two sentences, then write "Score: " and a whole number from 0 \
 (not at all) to 10 (fully)."""
 SCORE_PATTERN = r"[Ss]core:\s*(\d+(?:\.\d+)?)"
-_NEEDED = ("config.json", "model.safetensors or model.safetensors.index.json")
+_NEEDED = (("config.json",), ("model.safetensors", "model.safetensors.index.json"))
+"""Files of a model folder, of each group at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +186,11 @@ def check_judge_folder(path: str) -> None:
         raise ValueError(
             f"judge: no folder at judge_path={path!r}; download a model to it, for example with hf download"
         )
-    found = (
-        (folder / "config.json").is_file(),
-        any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")),
-    )
-    for name, is_there in zip(_NEEDED, found, strict=True):
-        if not is_there:
-            raise ValueError(f"judge: judge_path={path!r} has no {name}; it must be a model folder")
+    for names in _NEEDED:
+        if not any((folder / name).is_file() for name in names):
+            raise ValueError(
+                f"judge: judge_path={path!r} has no {' or '.join(names)}; it must be a model folder"
+            )
 
 
 def _text(row: Row, column: str, empty: str = "") -> str:

@@ -85,10 +85,9 @@ class QuestionAnswer(DataSet):
 
     def __post_init__(self) -> None:
         check_asking("qa", self.template or _PLAIN_ASK, self.eval_share)
-        reader = RowReader(self.question, self.answer, self.template, self.grader, self.pattern)
         format = Format(
             name="qa",
-            read=reader.read,
+            read=self._read,
             grade=_graded(_grade_of(self.grader, self.grader_sha256, self.pattern)),
             find_bad=_find_bad_math if self.grader == "math" else lambda problems: {},
             is_held_out=lambda prompt: is_drawn(prompt, self.eval_share, self.eval_seed),
@@ -96,20 +95,11 @@ class QuestionAnswer(DataSet):
         object.__setattr__(self, "format", format)
         super().__post_init__()
 
-
-@dataclass(frozen=True, slots=True)
-class RowReader:
-    """Makes a problem of a row, by the names of its columns."""
-
-    question: str
-    answer: str
-    template: str
-    grader: str
-    pattern: str
-
-    def read(self, row: Row, style: Style) -> Problem:
+    def _read(self, row: Row, style: Style) -> Problem:
+        """Makes a problem of a row."""
         *earlier, (_, asked) = self._turns(self._value(row, "question", self.question))
-        answers = [self._text(one) for one in self._listed(self._value(row, "answer", self.answer))]
+        given = self._value(row, "answer", self.answer)
+        answers = [self._text(one) for one in (given if isinstance(given, list | tuple) else [given])]
         if not answers:
             raise ValueError(f"the list of answers in {self.answer!r} is empty")
         check = json.dumps({"answers": answers, "question": asked})
@@ -159,9 +149,6 @@ class RowReader:
         if self.grader == "regex" and (match := _ONE_GROUP.fullmatch(self.pattern)):
             return f"{match[1]}{answer}{match[2]}"
         return answer
-
-    def _listed(self, value: Any) -> Sequence[Any]:
-        return value if isinstance(value, list | tuple) else [value]
 
     def _text(self, value: Any) -> str:
         """Returns one right answer as the grader needs it. Raises ValueError if it cannot grade by it."""

@@ -19,6 +19,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tempfile
 import weakref
 import zipfile
@@ -32,7 +33,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from shoal.files import write_atomically, write_bytes_atomically
-from shoal.tasks.datasets.file_options import digest_of
+from shoal.tasks.datasets.file_options import digest_of, open_data
 from shoal.tasks.datasets.overlap import question_key
 from shoal.tasks.task import Problem
 
@@ -169,7 +170,10 @@ def _read_cache(base: Path, path: Path, key: str) -> RowIndex | None:
     )
 
 
-_ARRAYS = ("numbers", "starts", "lengths", "keys", "held_out", "chars", "kinds")
+_ARRAYS = {
+    "numbers": "i4", "starts": "i8", "lengths": "i4", "keys": "u8", "held_out": "?", "chars": "i4", "kinds": "i4"
+}  # fmt: skip
+"""The columns of an index and their types."""
 
 
 def _write_cache(base: Path, index: RowIndex, key: str, rows_bytes: int) -> None:
@@ -214,8 +218,7 @@ def _build(path: Path, format: IndexedFormat, key: str, known_bad: frozenset[int
 def _copy_file(source: IO[bytes], path: Path) -> None:
     with write_atomically(path) as target:
         source.seek(0)
-        while piece := source.read(1 << 20):
-            target.write(piece)
+        shutil.copyfileobj(source, target)
 
 
 @dataclass(slots=True)
@@ -249,24 +252,22 @@ class _IndexBuilder:
             for raw in rows:
                 self._add(raw)
                 if len(self._batch) >= BATCH_ROWS or self._batch_chars >= BATCH_CHARS:
-                    self._checks.append((self._numbers(), pool.submit(self._format.find_bad, self._take())))
+                    numbers, problems = self._take()
+                    self._checks.append((numbers, pool.submit(self._format.find_bad, problems)))
                     while sum(not one.done() for _, one in self._checks) > 2 * cores:
                         # Otherwise the problems of the whole file would wait in memory.
                         next(one for _, one in self._checks if not one.done()).result()
-            numbers = self._numbers()
+            numbers, problems = self._take()
             # Checked in this thread: another thread would start its own child process for mathematics, too slow for a small file.
-            last = self._format.find_bad(self._take()) if numbers else {}
+            last = self._format.find_bad(problems) if numbers else {}
             self._bad |= {numbers[place]: reason for place, reason in last.items()}
             for several, found in self._checks:
                 self._bad |= {several[place]: reason for place, reason in found.result().items()}
 
-    def _numbers(self) -> list[int]:
-        return [number for number, _ in self._batch]
-
-    def _take(self) -> list[Problem]:
-        problems = [problem for _, problem in self._batch]
-        self._batch, self._batch_chars = [], 0
-        return problems
+    def _take(self) -> tuple[list[int], list[Problem]]:
+        """Returns the numbers and problems of the rows that wait to be checked, and forgets them."""
+        batch, self._batch, self._batch_chars = self._batch, [], 0
+        return [number for number, _ in batch], [problem for _, problem in batch]
 
     def _add(self, raw: _RawRow) -> None:
         row, kinds = raw.row, self._format.kinds
@@ -317,10 +318,7 @@ class _IndexBuilder:
                 column.append(float(value))
 
     def finish(self, rows_fd: int) -> RowIndex:
-        types = {"numbers": "i4", "starts": "i8", "lengths": "i4", "keys": "u8", "held_out": "?"}
-        arrays = {
-            name: np.array(column, dtype=types.get(name, "i4")) for name, column in self._columns.items()
-        }
+        arrays = {name: np.array(column, _ARRAYS[name]) for name, column in self._columns.items()}
         count = len(arrays["numbers"])
         good = ~np.isin(arrays["numbers"], np.array(sorted(self._bad), dtype="i4"))
         rates = {
@@ -364,7 +362,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
 
 def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
     """Returns how the file is written, by its first characters. Raises ValueError for a file whose rows cannot be found."""
-    with _open_data(path) as file:
+    with open_data(path) as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8)
     if start[:4] == b"PAR1":
         return "parquet"
@@ -381,13 +379,6 @@ def _layout(path: Path) -> Literal["parquet", "array", "lines", "csv"]:
         )
     first = text[:1]
     return "array" if first == b"[" else "lines" if first in (b"{", b"") else "csv"
-
-
-def _open_data(path: Path) -> IO[bytes]:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ValueError(f"no data file at {path}; check the path in the task's options") from None
 
 
 def _lines(file: IO[bytes]) -> Iterator[_RawRow]:

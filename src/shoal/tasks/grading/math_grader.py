@@ -267,9 +267,6 @@ def serve_math(limits: ChildLimits) -> None:
         values = [one for one in found if not isinstance(one, str)]
         return list(found) if values and not any(map(_is_false_equation, values)) else []
 
-    def can_parse(text: str) -> bool:
-        return bool(parsed(text))
-
     def number(text: str) -> complex | None:
         values = [one for one in parsed(text) if not isinstance(one, str)]
         if len(values) != 1 or getattr(values[0], "free_symbols", True):
@@ -286,7 +283,7 @@ def serve_math(limits: ChildLimits) -> None:
         request = json.loads(frame)
         reply: dict[str, Any]
         if "golds" in request:
-            reply = {"parsed": [_or_else(False, partial(can_parse, gold)) for gold in request["golds"]]}
+            reply = {"parsed": [bool(_or_else([], partial(parsed, gold))) for gold in request["golds"]]}
         else:
             reply = {"outcome": _or_else("unparseable", partial(outcome, request["gold"], request["answer"]))}
         return json.dumps(reply).encode()

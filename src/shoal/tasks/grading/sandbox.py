@@ -103,7 +103,18 @@ def passes(
     wanted = {name: name for name in names} | dict(entry_points or {})
     tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
     server = _server(level or best_level())
-    tested, ended = _run_tests(server, program, tests_text, limits)
+    ask, asked = os.pipe()
+    answer, answered = os.pipe()
+    with contextlib.ExitStack() as sandboxes:
+        try:
+            served = sandboxes.enter_context(server.start("serve", program, limits, pipe=(ask, answered)))
+            longer = replace(limits, wall_s=MAX_STRETCH * limits.wall_s + TESTER_S)
+            tester = sandboxes.enter_context(server.start("test", tests_text, longer, pipe=(answer, asked)))
+        finally:
+            # This process's copies: otherwise neither side would see the other close its end.
+            for fd in (ask, asked, answer, answered):
+                os.close(fd)
+        tested, ended = tester.wait(), served.end()
     if tested.starved or ended.starved:
         raise CannotGrade(_STARVED)
     return tested == ScriptResult(0, PASSED) and ended.status != TIMED_OUT
@@ -119,25 +130,6 @@ def run_script(
     if ended.starved:
         raise CannotGrade(_STARVED)
     return ended
-
-
-def _run_tests(
-    server: "SandboxServer", program: str, tests: str, limits: SandboxLimits
-) -> tuple[ScriptResult, ScriptResult]:
-    """Returns how the tests ended, and how the program did."""
-    ask, asked = os.pipe()
-    answer, answered = os.pipe()
-    with contextlib.ExitStack() as sandboxes:
-        try:
-            served = sandboxes.enter_context(server.start("serve", program, limits, pipe=(ask, answered)))
-            longer = replace(limits, wall_s=MAX_STRETCH * limits.wall_s + TESTER_S)
-            tester = sandboxes.enter_context(server.start("test", tests, longer, pipe=(answer, asked)))
-        finally:
-            # This process's copies: otherwise neither side would see the other close its end.
-            for fd in (ask, asked, answer, answered):
-                os.close(fd)
-        tested = tester.wait()
-        return tested, served.end()
 
 
 # -- levels -----------------------------------------------------------------------------------------------

@@ -214,7 +214,8 @@ def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None], fil
     """Runs one job and sends its result. `files` is the module sandbox_files."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
-    uid = _unused_uid()
+    # A user id that no other process has: limits count and signals reach only the program's processes.
+    uid = None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
     job["processes"] += _own_processes(job["level"])
     result: dict[str, Any] = {"status": NOT_BUILT, "starved": False}
     try:
@@ -262,11 +263,6 @@ def _isolate(job: Job, uid: int | None) -> None:
     os.chdir(job["folder"])
     if job["level"] not in _OWN_PROCESSES:
         _prctl(_PR_SET_SUBREAPER, 1)
-
-
-def _unused_uid() -> int | None:
-    """Returns a user id that no other process has, so that limits count and signals reach only the program's processes."""
-    return None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
 
 
 def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, files: Any) -> dict[str, Any]:
@@ -390,7 +386,8 @@ def _be_program(
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(uid, uid, uid)
-    _drop_capabilities()
+    # Drops all capabilities.
+    _call("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", 0, 0, 0, 0, 0, 0))
     # Processes of the same user must not read the memory of this one: the tests' sandbox has the tests in it.
     _prctl(_PR_SET_DUMPABLE, 0)
     filter_calls(job["filter"])
@@ -429,11 +426,6 @@ def _own_processes(level: str) -> int:
         except OSError:
             continue  # the process has ended
     return count
-
-
-def _drop_capabilities() -> None:
-    header = struct.pack("<Ii", 0x20080522, 0)
-    _call("capset", header, struct.pack("<6I", 0, 0, 0, 0, 0, 0))
 
 
 def filter_calls(code: bytes) -> None:

@@ -229,7 +229,12 @@ def _pack_rare(value: Any, kept: Kept) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, decimal.Decimal | fractions.Fraction):
         return {type(value).__name__: str(value)}
-    return _pack_opaque(value, kept)
+    if isinstance(value, Opaque):
+        return {"opaque": value.index}
+    if kept is None:
+        raise TypeError(f"a test passes a {type(value).__name__}, which is not a plain value")
+    kept.append(value)
+    return {"opaque": len(kept) - 1}
 
 
 def _pack_scalar(value: Any) -> Any:
@@ -242,15 +247,6 @@ def _pack_scalar(value: Any) -> Any:
     if isinstance(value, float):
         return {"float": repr(float(value))}
     return str.__str__(value)
-
-
-def _pack_opaque(value: Any, kept: Kept) -> Any:
-    if isinstance(value, Opaque):
-        return {"opaque": value.index}
-    if kept is None:
-        raise TypeError(f"a test passes a {type(value).__name__}, which is not a plain value")
-    kept.append(value)
-    return {"opaque": len(kept) - 1}
 
 
 def _unpack(value: Any, kept: Kept) -> Any:
