@@ -140,24 +140,17 @@ class TrainerConfig(Record):
         return replace(own, **given)
 
     @model_validator(mode="after")
-    def _check_delta(self) -> "TrainerConfig":
-        recipe = self.recipe
+    def _check_together(self) -> "TrainerConfig":
+        """Refuses settings that contradict each other."""
+        recipe, (low, high) = self.recipe, self.correction_band
         if recipe.delta <= 1 + recipe.eps_high:
             raise ValueError(
                 f"delta={recipe.delta} must be above 1 + eps = {1 + recipe.eps_high}; the report uses 4 and 0.2"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_states(self) -> "TrainerConfig":
         if self.optimizer_states == "int8" and self.diloco is not None:
             raise ValueError(
                 'optimizer_states="int8" with [trainer.diloco]: a site keeps its moments in float32; leave optimizer_states out'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> "TrainerConfig":
         if (self.lr_schedule == "cosine") != (self.decay_steps > 0):
             raise ValueError(
                 f'lr_schedule="{self.lr_schedule}" with decay_steps={self.decay_steps}: "cosine" needs decay_steps, such as '
@@ -165,11 +158,6 @@ class TrainerConfig(Record):
             )
         if self.decay_steps and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps={self.decay_steps} must be above warmup_steps={self.warmup_steps}")
-        return self
-
-    @model_validator(mode="after")
-    def _correction_needs_recompute(self) -> "TrainerConfig":
-        low, high = self.correction_band
         if not 0 <= low < 1 < high:
             raise ValueError(f"correction_band={[low, high]} must contain 1, such as [0.5, 2.0]")
         if self.correction != "none" and self.behaviour == "worker":

@@ -54,7 +54,7 @@ from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.keys import Key
 from shoal.wire.ledger import Rederived
 from shoal.wire.messages import Info, StepReport
-from shoal.wire.run_spec import RunSpec, TaskSpec
+from shoal.wire.run_spec import RunSpec
 
 FINISH_POLL_S, LAST_LOOKS = 0.5, 6
 EXIT_TIMEOUT_S = 5.0
@@ -128,7 +128,13 @@ def _run_rank(
     metrics = Metrics(site.folder / "metrics.jsonl")
     reason = "failed"
     try:
-        spec = _fetch_spec(client, site)
+        info = _fetch_info(client, site)
+        if info.run_key != site.run_key.public:
+            raise ValueError(
+                f"the run's key is {info.run_key[:16]}…, this trainer has {site.run_key.public[:16]}…; "
+                "copy run.key from the coordinator's keys folder"
+            )
+        spec = info.spec
         metrics.add_sinks(open_sinks(config.metrics, folder=site.folder, run=spec.run))
         run = _TrainerRun(config, site, spec, lockstep=lockstep, client=client, metrics=metrics, log=log)
         try:
@@ -236,7 +242,9 @@ class _TrainerRun:
         learner = self._lockstep.learner
         while learner.version < self._spec.last_version:
             report = self._newest_report = self._step()
-            if self._checkpoint_is_due():
+            if self._config.diloco is not None or (
+                not self._checkpoints.running and time.monotonic() >= self._checkpoint_at_s
+            ):
                 self._start_checkpoint(report)
             with self._exposed.publishing():
                 capture = self._make_capture()
@@ -318,11 +326,6 @@ class _TrainerRun:
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def _checkpoint_is_due(self) -> bool:
-        if self._config.diloco is not None:
-            return True
-        return not self._checkpoints.running and time.monotonic() >= self._checkpoint_at_s
-
     def _start_checkpoint(self, report: StepReport | None) -> None:
         version = self._lockstep.learner.version
         self._checkpoint_at_s = time.monotonic() + 60 * self._config.checkpoint_minutes
@@ -341,7 +344,11 @@ class _TrainerRun:
 
     def _begin(self) -> None:
         """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
-        self._lockstep.warm_up(self._tasks(), load_tokenizer(self._model_folder))
+        data = self._site.folder / "data"
+        digests = run_digests(self._spec, to_grade=False)
+        fetch_files(self._client, digests, data, deadline_s=self._site.deadline_s)
+        tasks = tuple(with_files_from(task, data) for task in self._spec.tasks)
+        self._lockstep.warm_up(tasks, load_tokenizer(self._model_folder))
         self._create_sites()
         self._lockstep.set_reference(self._reference_path)
         if self._sites is not None:
@@ -359,7 +366,9 @@ class _TrainerRun:
         """
         learner = self._lockstep.learner
         first = learner.version
-        published = self._newest_published()
+        # Versions that others may have: announced, or served by the process before.
+        known = (_fetch_info(self._client, self._site).newest_version, self._publisher.newest)
+        published = max((version for version in known if version is not None), default=-1)
         while learner.version < published:
             report = self._step()
             self._log.info("version made again", version=learner.version, published=published)
@@ -381,12 +390,6 @@ class _TrainerRun:
         if report is not None:
             self._recorder.record(report)
         self._announced = version
-
-    def _newest_published(self) -> int:
-        """Returns the newest version that others may have: announced, or served by the process before. -1 if there is none."""
-        info = _fetch_info(self._client, self._site)
-        known = (info.newest_version, self._publisher.newest)
-        return max((version for version in known if version is not None), default=-1)
 
     def _compare_with_published(self) -> int:
         """Takes over the published weights where the learner's differ; returns the number of words that did."""
@@ -422,14 +425,6 @@ class _TrainerRun:
             return
         averager = make_averager(diloco, self._site.peer, self._spec.run, log=Log("sites"), stop=self._stop)
         self._sites = self._lockstep.create_sites(averager, metrics=self._metrics, stop=self._stop)
-
-    def _tasks(self) -> tuple[TaskSpec, ...]:
-        """Returns the run's tasks, after fetching their files to this machine."""
-        data = self._site.folder / "data"
-        fetch_files(
-            self._client, run_digests(self._spec, to_grade=False), data, deadline_s=self._site.deadline_s
-        )
-        return tuple(with_files_from(task, data) for task in self._spec.tasks)
 
     def _adapters_to_send(self) -> list[AdapterMatrices]:
         """Returns the adapters of `lockstep.weights`, if adding them to version 0 gives the published weights.
@@ -488,13 +483,3 @@ def _fetch_info(client: SignedClient, site: TrainerSite) -> Info:
     return client.call_until(
         f"the coordinator at {client.url}", "GET", "/v1/info", None, Info, deadline_s=site.deadline_s
     )
-
-
-def _fetch_spec(client: SignedClient, site: TrainerSite) -> RunSpec:
-    info = _fetch_info(client, site)
-    if info.run_key != site.run_key.public:
-        raise ValueError(
-            f"the run's key is {info.run_key[:16]}…, this trainer has {site.run_key.public[:16]}…; "
-            "copy run.key from the coordinator's keys folder"
-        )
-    return info.spec

@@ -20,7 +20,7 @@ from shoal.swarm.coordinator.housekeeping import tidy
 from shoal.swarm.coordinator.http import router
 from shoal.swarm.coordinator.http.router import MOST_ENROLMENTS, MOST_SESSIONS, network_of
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
-from shoal.swarm.coordinator.leases.lifecycle import expire
+from shoal.swarm.coordinator.leases.lifecycle import void
 from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.membership import accounts
 from shoal.swarm.coordinator.membership.accounts import ACCOUNTS
@@ -242,7 +242,7 @@ def test_every_way_to_lose_a_lease_is_counted(roomy: SmallSwarm) -> None:
         assert lost(roomy, f"node {node.id}") == pytest.approx(expected, rel=0.01)
     lease = node.lease()
     with roomy.coordinator.transaction() as tx:
-        expire(tx, roomy.coordinator, find_lease(tx.db, lease.lease_id))
+        void(tx, roomy.coordinator, find_lease(tx.db, lease.lease_id), "void.expired", "no submission")
     assert lost(roomy, f"node {node.id}") == pytest.approx(expected + 1, rel=0.01)
     lease = node.lease()
     for version in (1, 2):

@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.leases.verdicts import stored_claim
 from shoal.swarm.coordinator.membership.revocation import decide
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
-from shoal.wire.messages import Abandon, Appeal, Claim, LeaseStatus, Recorded
+from shoal.wire.messages import Abandon, AdminOrder, Appeal, Claim, LeaseStatus, Recorded
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,8 @@ def test_rejected_files_are_kept_for_an_appeal(swarm: SmallSwarm) -> None:
         with pytest.raises(Rejected, match=r"was rejected \(reject.early_stop\) and is deleted"):
             stored_claim(db, silent.lease_id)
     with swarm.coordinator.transaction() as tx:
-        decide(tx, swarm.coordinator, appealed.lease_id, upheld=False, reason="it did")
+        order = AdminOrder(subject=appealed.lease_id, reason="it did")
+        decide(tx, swarm.coordinator, order, upheld=False)
     tidy(swarm.coordinator)
     assert stored_files(swarm) == []
 

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, newest_version
 from shoal.swarm.coordinator.http.auth import prune_nonces
-from shoal.swarm.coordinator.leases import evaluations, lifecycle, transcripts, verdicts
+from shoal.swarm.coordinator.leases import epochs, evaluations, lifecycle, transcripts, verdicts
 from shoal.swarm.coordinator.leases.lease_rows import expected_upload, find_lease
 from shoal.swarm.coordinator.membership import accounts, nodes
 from shoal.swarm.coordinator.rules.lease_states import LeaseState
@@ -34,7 +34,7 @@ def tidy(coordinator: Coordinator) -> None:
     """Runs once a minute."""
     with coordinator.transaction() as tx:
         prune_nonces(tx)
-        lifecycle.end_old_debts(tx, coordinator)
+        epochs.end_old_debts(tx, coordinator)
         lifecycle.delete_rejected(tx, coordinator)
         accounts.forget_networks(tx, coordinator.config.half_life_s())
         transcripts.prune(tx, coordinator.config.rollouts_mb * 1_000_000)

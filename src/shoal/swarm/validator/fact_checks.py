@@ -69,7 +69,7 @@ def check_facts(
     _check_scores(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
     check_sampling(facts, tolerances, noise)
     _check_scores(scores, ("draws",), "reject.wrong_sampling")
-    check_far_draws(facts, tolerances)
+    _check_far_draws(facts, tolerances, FAR_DRAWS_CERTAIN, "reject.wrong_sampling")
     check_surprise(facts)
     check_logprobs(rows, facts, tolerances, noise)
     _check_scores(scores, ("logprobs",), "reject.wrong_logprobs")
@@ -251,12 +251,13 @@ def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noi
         )
 
 
-def check_far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
-    """Refuses a few chosen tokens, which a mean would hide: their draws are further off than honest ones ever are."""
+def _check_far_draws(facts: Sequence[RowFacts], tolerances: Tolerances, most: int, code: str) -> None:
+    """Refuses a few chosen tokens, which a mean would hide: more than `most` draws are further off than honest ones ever are."""
     far, count = _far_draws(facts, tolerances)
-    allowed = FAR_DRAWS_CERTAIN + int(FAR_DRAWS_RATE * count)
+    allowed = most + int(FAR_DRAWS_RATE * count)
     if far > allowed:
-        raise Rejected("reject.wrong_sampling", _describe_far_draws(far, count, allowed))
+        detail = f"{far} of {count} tokens are far from what the lease's seed draws, at most {allowed}"
+        raise Rejected(code, detail)
 
 
 def check_surprise(facts: Sequence[RowFacts]) -> None:
@@ -302,10 +303,6 @@ def _far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> tuple[int, 
     far_N = distance_N > max(FAR_DRAW, 4 * tolerances.draw)
     far_N |= (distance_N > tolerances.draw) & (logprob_N < math.log(IMPOSSIBLE))
     return int(far_N.sum()), len(distance_N)
-
-
-def _describe_far_draws(far: int, count: int, allowed: int) -> str:
-    return f"{far} of {count} tokens are far from what the lease's seed draws, at most {allowed}"
 
 
 def _draw_misses(
@@ -391,17 +388,14 @@ def check_uncertain(
             raise Rejected("void.uncertain", str(score))
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
-            allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * tolerance_factor(
-                segment
-            )
+            most = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points)
+            allowed = most * tolerance_factor(segment)
             if (wrong := segment.wrong_points) > allowed:
                 raise Rejected(
                     "void.uncertain",
                     f"{where(row)}, proof {number}: {wrong} of its exponents or signs differ, at most {allowed:.0f}",
                 )
-    far, count = _far_draws(facts, tolerances)
-    if far > (allowed_draws := FAR_DRAWS_SUSPICIOUS + int(FAR_DRAWS_RATE * count)):
-        raise Rejected("void.uncertain", _describe_far_draws(far, count, allowed_draws))
+    _check_far_draws(facts, tolerances, FAR_DRAWS_SUSPICIOUS, "void.uncertain")
 
 
 def evidence(

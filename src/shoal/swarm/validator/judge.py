@@ -349,7 +349,18 @@ def grading_evidence(
         evidence |= count_prompts(table, graded, tokenizer)
     if one.judgements:
         evidence["judge"] = str(claim.lease.task.options["judge_path"])
-    return evidence | show_sample(table, graded, claim, tokenizer, one.problems)
+    # A worker could learn the answers of held-out problems from the page, which shows the sample.
+    if claim.lease.purpose == "train":
+        # The file's digest chooses the row, so that nobody can choose what is shown.
+        index = int(claim.sha256[:8], 16) % len(table.rows)
+        row = table.rows[index]
+        evidence |= {
+            "sample_prompt": row.prompt_index,
+            "sample_answer": tokenizer.decode(row.output_tokens)[:SHOWN_CHARACTERS],
+            "sample_reward": graded[index].value,
+            "sample_expected": one.problems[row.prompt_index].answer[:SHOWN_EXPECTED],
+        }
+    return evidence
 
 
 def transcribe(one: OpenedSubmission, graded: tuple[Reward, ...], tokenizer: Tokenizer) -> str:
@@ -432,29 +443,6 @@ def count_prompts(table: RolloutTable, graded: tuple[Reward, ...], tokenizer: To
         rights = [right for _, key, right in votes if key == winner]
         majority += 2 * sum(rights) > len(rights)
     return {"passed": passed, "majority": majority}
-
-
-def show_sample(
-    table: RolloutTable,
-    graded: tuple[Reward, ...],
-    claim: Claim,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-) -> Evidence:
-    """Returns one answer as text for the run's page, or nothing for held-out problems: a worker could learn their answers from the page.
-
-    The file's digest chooses the row, so that nobody can choose what is shown.
-    """
-    if claim.lease.purpose != "train":
-        return {}
-    index = int(claim.sha256[:8], 16) % len(table.rows)
-    row = table.rows[index]
-    return {
-        "sample_prompt": row.prompt_index,
-        "sample_answer": tokenizer.decode(row.output_tokens)[:SHOWN_CHARACTERS],
-        "sample_reward": graded[index].value,
-        "sample_expected": problems[row.prompt_index].answer[:SHOWN_EXPECTED],
-    }
 
 
 def _refusal(claim: Claim, rejected: Rejected, evidence: Evidence) -> Verdict:

@@ -97,7 +97,8 @@ def screen_many(
     drawn = {
         number: _draw_row(table.rows)
         for number, (table, _) in enumerate(submissions)
-        if _is_screened(table, policy)
+        if len(table.rows) >= SCREENED_ROWS
+        and sum(map(num_fed, table.rows)) > SCREENED_BATCHES * policy.batch_tokens
     }
     refused = _refuse_rows(drawn, submissions, spec, policy, control_seed, stop)
     unknown = {
@@ -113,11 +114,6 @@ def screen_many(
         None if number in unknown and number not in again else refused.get(number)
         for number in range(len(submissions))
     ]
-
-
-def _is_screened(table: RolloutTable, policy: LoadedPolicy) -> bool:
-    num_tokens = sum(map(num_fed, table.rows))
-    return len(table.rows) >= SCREENED_ROWS and num_tokens > SCREENED_BATCHES * policy.batch_tokens
 
 
 def _draw_row(rows: Sequence[Rollout]) -> Rollout:

@@ -311,13 +311,15 @@ def _intervals(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Te
     tokens_N = upload(flat(entry.row.output_tokens for entry in batch).astype(np.int64), states_NH.device)
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
-    distribution = _device_distribution if on_device else _distribution
+    distribution = _distribution
+    if on_device:
+        from shoal.model.kernels.logits import token_intervals as distribution
     # Rows of one temperature are neighbours: evaluations may have another one than training.
     runs = itertools.groupby(batch, key=lambda entry: entry.lease.sampling.temperature)
     sizes = [(value, sum(len(entry.row.output_tokens) for entry in entries)) for value, entries in runs]
     lengths = [size for _, size in sizes]
     parts = [
-        distribution(decoder, hidden, tokens, temperature)
+        distribution(decoder.logits(hidden), tokens, temperature)
         for (temperature, _), states, ids in zip(
             sizes, torch.split(states_NH, lengths), torch.split(tokens_N, lengths), strict=True
         )
@@ -340,16 +342,10 @@ def _per_token(batch: Sequence[_Entry], columns_4N: Floats) -> list[Floats]:
     return np.split(columns_4N, ends, axis=1)
 
 
-def _device_distribution(decoder: Model, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    from shoal.model.kernels.logits import token_intervals
-
-    return token_intervals(decoder.logits(hidden_NH), tokens_N, temperature)
-
-
-def _distribution(decoder: Model, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+def _distribution(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
     """Returns [5, N] float64: each token's log-prob, the two ends of its interval of the cumulative distribution over
     ascending ids, and entropy and variance of -log p under the whole distribution."""
-    logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)
+    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
     logprob_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1).double()
     ids_V = torch.arange(logprobs_NV.shape[1], device=tokens_N.device)
     probs_NV = logprobs_NV.exp()

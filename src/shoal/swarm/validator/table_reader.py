@@ -110,18 +110,13 @@ class TableReader:
                     raise ReaderFailed(
                         f"{died}; the machine's out-of-memory killer may have chosen it: free some memory"
                     ) from None
-                raise _refuse_deadly_file(died) from None
+                problem = f"reading it ends the reading process (status {died.status})"
+                if died.status == -signal.SIGXCPU:
+                    problem = "reading it needs more processor time than a submission may take"
+                raise Rejected("reject.malformed_file", problem) from None
             except ChildError as error:
                 raise ReaderFailed(str(error)) from None
         raise Rejected("reject.malformed_file", f"reading it gives no table: {problem}")
-
-
-def _refuse_deadly_file(died: ChildDied) -> Rejected:
-    if died.status == -signal.SIGXCPU:
-        return Rejected(
-            "reject.malformed_file", "reading it needs more processor time than a submission may take"
-        )
-    return Rejected("reject.malformed_file", f"reading it ends the reading process (status {died.status})")
 
 
 # -- the child ----------------------------------------------------------------------------------------------
@@ -183,21 +178,12 @@ def encode_table(table: RolloutTable) -> bytes:
         "replay": table.replay,
         "num_rows": len(rows),
     }
-    numbers = [
-        (
-            row.prompt_index,
-            row.sample_index,
-            row.finish,
-            len(row.prompt_tokens),
-            len(row.output_tokens),
-            len(row.proof),
-        )
-        for row in rows
-    ]
+    places = [(row.prompt_index, row.sample_index, row.finish) for row in rows]
+    lengths = [(len(row.prompt_tokens), len(row.output_tokens), len(row.proof)) for row in rows]
     return b"".join(
         [
             _line(head),
-            np.array(numbers, dtype="<i4").tobytes(),
+            np.hstack([places, lengths]).astype("<i4").tobytes(),
             np.array([token for row in rows for token in row.prompt_tokens], dtype="<i4").tobytes(),
             np.array([token for row in rows for token in row.output_tokens], dtype="<i4").tobytes(),
             np.array([value for row in rows for value in row.logprobs], dtype="<f4").tobytes(),
@@ -214,7 +200,10 @@ def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
     try:
         head, body = _split(frame)
         if "code" in head:
-            raise _decode_refusal(head)
+            code = str(head["code"])
+            if code not in CODES or not code.startswith("reject."):
+                raise BadReply(f"refusal with the code {code[:80]!r}")
+            raise Rejected(code, str(head["detail"])[:500])
         num_rows = int(head["num_rows"])
         if not 0 <= num_rows <= limits.max_rows:
             raise BadReply(f"{num_rows} rows, at most {limits.max_rows}")
@@ -285,13 +274,6 @@ class _Cursor:
 
 def _encode_refusal(rejected: Rejected) -> bytes:
     return _line({"code": rejected.code, "detail": rejected.detail[:500]})
-
-
-def _decode_refusal(head: dict[str, Any]) -> Exception:
-    code = str(head["code"])
-    if code not in CODES or not code.startswith("reject."):
-        return BadReply(f"refusal with the code {code[:80]!r}")
-    return Rejected(code, str(head["detail"])[:500])
 
 
 def _line(head: dict[str, Any]) -> bytes:

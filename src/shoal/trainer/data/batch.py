@@ -142,7 +142,10 @@ def build_batch(
 
     Raises ValueError if a group and its table do not match, or for a group of an unknown task.
     """
-    rows_by_group = _rows_by_group(tables)
+    rows_by_group: dict[tuple[str, int], list[Rollout]] = defaultdict(list)
+    for sha256, table in tables.items():
+        for row in table.rows:
+            rows_by_group[sha256, row.prompt_index].append(row)
     samples: list[TrainSample] = []
     seen: set[str] = set()
     for index, group in enumerate(batch.groups):
@@ -219,14 +222,6 @@ def group_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> list[fl
         return centred_G
     std = math.sqrt(math.fsum(value * value for value in centred_G) / (num_samples - 1))
     return [value / (std + STD_FLOOR) for value in centred_G]
-
-
-def _rows_by_group(tables: Mapping[str, RolloutTable]) -> dict[tuple[str, int], list[Rollout]]:
-    rows: dict[tuple[str, int], list[Rollout]] = defaultdict(list)
-    for sha256, table in tables.items():
-        for row in table.rows:
-            rows[sha256, row.prompt_index].append(row)
-    return rows
 
 
 def _rows_of(

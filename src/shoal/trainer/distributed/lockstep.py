@@ -288,12 +288,7 @@ class Lockstep:
             if self._ranks.size == 1:
                 model.to(self._device)
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self.learner = Learner(
-            model,
-            self._config,
-            max_new_tokens=max_new_tokens,
-            ranks=self._ranks,
-        )
+        self.learner = Learner(model, self._config, max_new_tokens=max_new_tokens, ranks=self._ranks)
         if self._ranks.size > 1:
             for name, parameter in model.named_parameters():
                 self._ranks.scatter(values.pop(name) if self._ranks.leads else None, parameter)

@@ -49,12 +49,7 @@ def make_averager(
             'trainer.diloco.engine = "torchft" needs one --peer-join: the lighthouse, such as http://10.0.0.1:8710'
         )
     return TorchftAverager(
-        address.join[0],
-        log=log,
-        codec=config.codec,
-        robust=robust,
-        host=address.host,
-        stop=stop,
+        address.join[0], log=log, codec=config.codec, robust=robust, host=address.host, stop=stop
     )
 
 

@@ -144,9 +144,7 @@ def take_snapshot(
             random["cuda"] = torch.cuda.get_rng_state(learner.device)
         saving = None
         if ranks.size > 1 and shard_folder is not None:
-            shards = {
-                name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(learner).items()
-            }
+            shards = {name: one.detach().to("cpu", copy=True) for name, one in _tensors(learner).items()}
             saving = BackgroundTask("checkpoint-shards", partial(_write_shards, shards, shard_folder, ranks))
         weights = (
             {name: ranks.gather(one) for name, one in learner.trained_parameters().items()}
@@ -220,7 +218,13 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
                 else:
                     snapshot.saving.wait()
                     snapshot.saving.result()
-                check_free_space(self._folder, snapshot.num_bytes)
+                free = shutil.disk_usage(self._folder).free
+                if free < snapshot.num_bytes:  # found before anything is written
+                    raise DiskFull(
+                        errno.ENOSPC,
+                        f"a checkpoint in {self._folder} needs {snapshot.num_bytes / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free; "
+                        f"{DISK_REMEDY}",
+                    )
                 _write_files(partial_folder, snapshot, state)
         except DiskFull:
             # The other processes of the run need the space.
@@ -244,16 +248,6 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
         older = sorted((version for version in self._versions() if version <= saved), reverse=True)
         for version in set(self._versions()) - set(older[: self._keep]):
             shutil.rmtree(self._folder / f"v{version:06d}")
-
-
-def check_free_space(folder: Path, num_bytes: int) -> None:
-    """Raises DiskFull before anything is written if the disk cannot hold `num_bytes` more."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise DiskFull(
-            errno.ENOSPC,
-            f"a checkpoint in {folder} needs {num_bytes / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free; {DISK_REMEDY}",
-        )
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:

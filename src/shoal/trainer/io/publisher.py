@@ -25,7 +25,7 @@ from shoal.model.builtin import copy_all_but_weights
 from shoal.model.plain_folder import link_newest
 from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.net.http_server import listen
+from shoal.net.http_server import authority, listen
 from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
 from shoal.shardcast.archive import VersionArchive
 from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
@@ -105,7 +105,7 @@ class Publisher:
         self._server = RelayServer(
             store, listen(address.host, address.port), log=log, private=address.private
         )
-        self.origin_url = address.url or f"http://{_in_url(address.host)}:{self._server.port}"
+        self.origin_url = address.url or f"http://{authority(address.host, self._server.port)}"
 
     def start(self) -> None:
         """Starts to serve the versions that are in the store."""
@@ -152,14 +152,7 @@ class Publisher:
             # Not flushed to disk: after a power cut the next process makes this version again.
             save_tensors(named, folder / WEIGHTS_FILE, sync=False)
             image = FileImage.read(folder / WEIGHTS_FILE)
-            publish_image(
-                folder,
-                WEIGHTS_FILE,
-                image,
-                version=version,
-                signing=self._signing,
-                whole=True,
-            )
+            publish_image(folder, WEIGHTS_FILE, image, version=version, signing=self._signing, whole=True)
         self._set_image(image)
         return folder
 
@@ -303,11 +296,7 @@ class Publisher:
         """Announces a version; `later` is a new calibration that judges its work."""
         version = manifest.body.version
         body = Announce(
-            manifest=manifest,
-            origin_url=self.origin_url,
-            report=report,
-            rederived=rederived,
-            noise=later,
+            manifest=manifest, origin_url=self.origin_url, report=report, rederived=rederived, noise=later
         )
         try:
             self._client.call_until(
@@ -331,7 +320,3 @@ class Publisher:
             ) from None
         if self._recalibration is not None:
             self._recalibration.announced(later)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -13,7 +13,6 @@ from shoal.net.waiting import Stopped
 from shoal.tasks import Task
 from shoal.tasks.task_errors import conversation_before, pose_problem
 from shoal.telemetry import Log
-from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainSample
 from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, warmup_rate
 from shoal.wire.run_spec import TaskSpec
@@ -37,7 +36,8 @@ def warm_up(
     config = learner.config
     optimizer = make_optimizer(learner.decoder, config, learning_rate=config.supervised_learning_rate)
     for step in range(config.supervised_steps):
-        seeds = _problem_seeds(config, step)
+        rng = random.Random(f"supervised/{config.seed}/{step}")
+        seeds = [rng.getrandbits(63) for _ in range(PROBLEMS_PER_STEP)]
         weights = [spec.weight for spec in specs] or None
         places = random.Random(f"tasks/{config.seed}/{step}").choices(
             range(len(tasks)), weights, k=len(seeds)
@@ -79,11 +79,6 @@ def answered_problem(
         advantage=1.0,
         lag=0,
     )
-
-
-def _problem_seeds(config: TrainerConfig, step: int) -> list[int]:
-    rng = random.Random(f"supervised/{config.seed}/{step}")
-    return [rng.getrandbits(63) for _ in range(PROBLEMS_PER_STEP)]
 
 
 def _accumulate(learner: Learner, samples: list[TrainSample], stop: threading.Event) -> float:

@@ -6,7 +6,6 @@ in stable runs too, and they did not foretell its collapses (bench/log/2026-11-1
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
@@ -24,16 +23,8 @@ HISTORY = 30 * WINDOW
 """Reports that are kept for the trends."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyWarning:
-    """A sentence for the log and the metrics."""
-
-    kind: Kind
-    sentence: str
-
-
-def early_warnings(reports: Sequence[StepReport]) -> list[EarlyWarning]:
-    """Returns the warnings that hold after the newest of `reports`, which are in order of version."""
+def early_warnings(reports: Sequence[StepReport]) -> dict[Kind, str]:
+    """Returns the sentence of each warning that holds after the newest of `reports`, which are in order of version."""
     rules: dict[Kind, Callable[[Sequence[StepReport]], str | None]] = {
         "no-signal": no_signal,
         "entropy-rising": entropy_rising,
@@ -42,8 +33,8 @@ def early_warnings(reports: Sequence[StepReport]) -> list[EarlyWarning]:
         "engine-gap": engine_gap,
         "starving": starving,
     }
-    sentences = ((kind, rule(reports)) for kind, rule in rules.items() if reports)
-    return [EarlyWarning(kind, sentence) for kind, sentence in sentences if sentence is not None]
+    found = {kind: rule(reports) for kind, rule in rules.items() if reports}
+    return {kind: sentence for kind, sentence in found.items() if sentence is not None}
 
 
 class WarningTracker:
@@ -56,21 +47,20 @@ class WarningTracker:
 
     def with_warnings(self, report: StepReport) -> StepReport:
         """Returns the report with its new warnings, each as `kind: sentence`."""
-        new = tuple(f"{warning.kind}: {warning.sentence}"[:MAX_CHARS] for warning in self.add(report))
+        new = tuple(f"{kind}: {sentence}"[:MAX_CHARS] for kind, sentence in self.add(report).items())
         return report.model_copy(update={"warnings": new})
 
-    def add(self, report: StepReport) -> list[EarlyWarning]:
+    def add(self, report: StepReport) -> dict[Kind, str]:
         """Returns the warnings that are new with this report."""
         if self._reports and self._reports[-1].version >= report.version:
-            return []
+            return {}
         self._reports = [*self._reports[-HISTORY:], report]
         found = early_warnings(self._reports)
-        new = [
-            warning
-            for warning in found
-            if report.version - self._last_held.get(warning.kind, -QUIET_STEPS) >= QUIET_STEPS
-        ]
-        self._last_held |= {warning.kind: report.version for warning in found}
+        quiet_since = report.version - QUIET_STEPS
+        new = {
+            kind: one for kind, one in found.items() if self._last_held.get(kind, -QUIET_STEPS) <= quiet_since
+        }
+        self._last_held |= dict.fromkeys(found, report.version)
         return new
 
 

@@ -20,12 +20,6 @@ from starlette.routing import Route
 from shoal.net.http_server import Server, listen
 from shoal.telemetry import Sink
 
-PACKAGES = {
-    "tensorboard": "torch.utils.tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
 PROJECT = "shoal"
 
 
@@ -52,8 +46,8 @@ def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
 def check_packages(names: Iterable[str]) -> None:
     """Raises ValueError for a sink whose package is not installed, before the run waits for anything."""
     for name in names:
-        if name in PACKAGES:
-            _import(PACKAGES[name], asked_for=name)
+        if not name.startswith("prometheus:"):
+            _import(name)
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
@@ -71,13 +65,14 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _import(module: str, *, asked_for: str) -> Any:
+def _import(name: str) -> Any:
+    """Imports the package of a sink, which has its name, except that of TensorBoard."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
         raise ValueError(
-            f'metrics = ["{asked_for}"] needs a package that is not installed ({error}): '
-            f"pip install 'shoal-rl[{asked_for}]'"
+            f'metrics = ["{name}"] needs a package that is not installed ({error}): '
+            f"pip install 'shoal-rl[{name}]'"
         ) from None
 
 
@@ -85,8 +80,7 @@ class TensorBoardSink:
     """Writes event files for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        board = _import(PACKAGES["tensorboard"], asked_for="tensorboard")
-        self._writer = board.SummaryWriter(str(folder))
+        self._writer = _import("tensorboard").SummaryWriter(str(folder))
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
         version = int(values.get("version", 0))
@@ -145,8 +139,7 @@ class TrackioSink:
     """Logs to Trackio: to its folder on this machine, or where its own environment variables say."""
 
     def __init__(self, *, run: str) -> None:
-        trackio = _import(PACKAGES["trackio"], asked_for="trackio")
-        self._run = trackio.init(project=PROJECT, name=run, resume="allow", embed=False)
+        self._run = _import("trackio").init(project=PROJECT, name=run, resume="allow", embed=False)
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
         if event == "warning":
@@ -166,8 +159,7 @@ class WandbSink(TrackioSink):
     """Logs to Weights & Biases, whose own environment variables set the server and the account. Trackio has its interface."""
 
     def __init__(self, folder: Path, *, run: str) -> None:
-        wandb = _import(PACKAGES["wandb"], asked_for="wandb")
-        self._run = wandb.init(project=PROJECT, name=run, dir=str(folder))
+        self._run = _import("wandb").init(project=PROJECT, name=run, dir=str(folder))
 
     def _log(self, event: str, numbers: dict[str, float], version: int) -> None:
         if event == "evaluation":
@@ -182,7 +174,7 @@ class MlflowSink:
     """Logs to MLflow: to MLFLOW_TRACKING_URI, else to mlflow.db in the trainer's folder. A resumed run continues its MLflow run."""
 
     def __init__(self, folder: Path, *, run: str) -> None:
-        mlflow = _import(PACKAGES["mlflow"], asked_for="mlflow")
+        mlflow = _import("mlflow")
         where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=where)
         self._metric = mlflow.entities.Metric

@@ -34,7 +34,9 @@ def document(signed: Iterable[SignedRoute], public: Mapping[str, PublicRoute]) -
     signed = tuple(signed)
     used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
     used |= {route.gives for route in public.values()} | {ProblemDetails, Snapshot, Curve}
-    schemas, components = _schemas(used)
+    wanted = [(kind, "validation") for kind in sorted(used, key=lambda kind: kind.__name__)]
+    references, whole = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    schemas: Schemas = {kind: reference for (kind, _), reference in references.items()}  # type: ignore[misc]
     paths: dict[str, dict[str, Any]] = {}
     for route in signed:
         paths.setdefault(route.path, {})[route.method.lower()] = _signed(route, schemas)
@@ -55,7 +57,7 @@ def document(signed: Iterable[SignedRoute], public: Mapping[str, PublicRoute]) -
             },
             "paths": paths,
             "components": {
-                "schemas": components,
+                "schemas": whole["$defs"],
                 "responses": {"Problem": _problem(schemas[ProblemDetails])},
                 "securitySchemes": {
                     "signature": {
@@ -67,13 +69,6 @@ def document(signed: Iterable[SignedRoute], public: Mapping[str, PublicRoute]) -
             },
         }
     )
-
-
-def _schemas(kinds: Iterable[type[Record]]) -> tuple[Schemas, dict[str, Any]]:
-    """Returns a reference to the schema of each record, and the schemas themselves."""
-    wanted = [(kind, "validation") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
-    references, whole = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    return {kind: reference for (kind, _), reference in references.items()}, whole["$defs"]  # type: ignore[misc]
 
 
 def _signed(route: SignedRoute, schemas: Schemas) -> dict[str, Any]:

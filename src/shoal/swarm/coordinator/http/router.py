@@ -208,7 +208,13 @@ class Router:
         signer = self._verify(scope, headers, body)
         part = None if value is None else self._parsers[route.parameter](value)
         if route.before is not None and self._has_object_store:
-            self._check_store_rate(f"{signer.key} {part}")
+            # All requests to the object store share a few threads.
+            check_rate(
+                self._store_questions,
+                f"{signer.key} {part}",
+                self._coordinator.clock(),
+                f"a lease may be submitted {STORE_QUESTIONS:g} times, and then once a second",
+            )
             note = await run_in_threadpool(route.before, self._coordinator, signer.key, part)
             if note is not None:
                 await self._writer.run(note)
@@ -216,26 +222,15 @@ class Router:
         self._check_ledger_rate(route.path, signer, network, is_proxied=not network or BEHIND_PROXY in scope)
         return await self._writer.run(partial(self._execute, route, part, body, signer, network))
 
-    def _check_store_rate(self, what: str) -> None:
-        """Raises Rejected if the object store is asked for the same upload again and again: all requests to it share a few threads."""
-        if wait_s := self._store_questions.wait_s(what, self._coordinator.clock()):
-            raise Rejected(
-                "request.too_many",
-                f"a lease may be submitted {STORE_QUESTIONS:g} times, and then once a second",
-                retry_after_s=wait_s,
-            )
-
     def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
         """Returns who signed the request; raises Rejected if the signature is not valid or the key asks too often."""
         target = self._target(scope, headers)
         now_s = self._coordinator.clock()
         signer = verify_request(headers, target, body, now_s=now_s)
         # After the signature is checked, so that nobody can use up another key's share. Roles have no limit.
-        if signer.key not in self._coordinator.roles and (wait_s := self._buckets.wait_s(signer.key, now_s)):
+        if signer.key not in self._coordinator.roles:
             limit = self._coordinator.config.requests_per_s
-            raise Rejected(
-                "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
-            )
+            check_rate(self._buckets, signer.key, now_s, f"a key may ask {limit:g} times a second")
         return signer
 
     def _check_large(self, route: SignedRoute, scope: Scope, headers: Mapping[str, str]) -> None:
@@ -269,24 +264,24 @@ class Router:
 
         Each of these appends to the ledger, which is never cut.
         """
-        now_s, wait_s, who = self._coordinator.clock(), 0.0, ""
+        now_s, most, per_s = self._coordinator.clock(), MOST_ENROLMENTS, ENROLMENTS_PER_S
         if path in ("/v1/session", "/v1/leave"):
-            wait_s = self._sessions.wait_s(signer.key, now_s)
-            who = f"a key may begin and end {MOST_SESSIONS:g} sessions, and then one every {1 / SESSIONS_PER_S:.0f} s"
-            if network and not wait_s:
-                wait_s = self._network_sessions.wait_s(network, now_s)
-                who = f"network {network} may begin and end {MOST_ENROLMENTS:g} sessions, and then {ENROLMENTS_PER_S:g} a second"
-        elif path == "/v1/enrol":
-            limit = (MOST_ENROLMENTS, ENROLMENTS_PER_S)
+            rule = f"a key may begin and end {MOST_SESSIONS:g} sessions, and then one every {1 / SESSIONS_PER_S:.0f} s"
+            check_rate(self._sessions, signer.key, now_s, rule)
             if network:
-                wait_s, who = self._enrolments.wait_s(network, now_s), f"network {network}"
+                rule = f"network {network} may begin and end {most:g} sessions, and then {per_s:g} a second"
+                check_rate(self._network_sessions, network, now_s, rule)
+        elif path == "/v1/enrol":
+            if network:
+                rule = f"network {network} may enrol {most:g} keys, and then {per_s:g} a second"
+                check_rate(self._enrolments, network, now_s, rule)
             # Nodes behind a proxy share a larger limit: a local client could otherwise avoid its own by sending a proxy's header.
-            if is_proxied and not wait_s:
-                limit = (PROXIED_SHARE * MOST_ENROLMENTS, PROXIED_SHARE * ENROLMENTS_PER_S)
-                wait_s, who = self._proxied.wait_s("", now_s), "all nodes behind a proxy together"
-            who = f"{who} may enrol {limit[0]:g} keys, and then {limit[1]:g} a second"
-        if wait_s:
-            raise Rejected("request.too_many", who, retry_after_s=wait_s)
+            if is_proxied:
+                most, per_s = PROXIED_SHARE * most, PROXIED_SHARE * per_s
+                rule = (
+                    f"all nodes behind a proxy together may enrol {most:g} keys, and then {per_s:g} a second"
+                )
+                check_rate(self._proxied, "", now_s, rule)
 
     def _execute(
         self,
@@ -314,6 +309,12 @@ class Router:
             return None
         token: str = scope["path"].removeprefix(UPLOAD_PATH)
         return token if _TOKEN.fullmatch(token) else None
+
+
+def check_rate(buckets: Buckets, name: str, now_s: float, rule: str) -> None:
+    """Takes a token of `name`. Raises Rejected, with the rule that it broke, if it has none left."""
+    if wait_s := buckets.wait_s(name, now_s):
+        raise Rejected("request.too_many", rule, retry_after_s=wait_s)
 
 
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:

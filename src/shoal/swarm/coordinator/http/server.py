@@ -40,6 +40,7 @@ from shoal.swarm.coordinator.http.router import (
     PublicRoute,
     Router,
     as_described,
+    check_rate,
     failure,
     problem,
     to_json,
@@ -195,12 +196,8 @@ class AnswerCache:
 
     def _check_rate(self, request: Request) -> None:
         address = request.client.host if request.client is not None else ""
-        if wait_s := self._buckets.wait_s(viewer_network(address), self._clock()):
-            raise Rejected(
-                "request.too_many",
-                f"one address may ask {COSTLY_PER_S:g} times a second for what is computed over all tables",
-                retry_after_s=wait_s,
-            )
+        rule = f"one address may ask {COSTLY_PER_S:g} times a second for what is computed over all tables"
+        check_rate(self._buckets, viewer_network(address), self._clock(), rule)
 
 
 def _answer_errors(app: Starlette, coordinator: Coordinator) -> None:
@@ -239,8 +236,11 @@ class RunPool:
             return
         name, path = self._split(scope["path"])
         if path == "/v1/runs" and scope["method"] == "GET" and len(self._apps) > 1:
-            response = await self._answer_list(Request(with_client_address(scope), receive))
-            await response(scope, receive, send)
+            try:
+                answer = await self._list_cached(Request(with_client_address(scope), receive))
+            except Rejected as error:
+                answer = problem(self._first.coordinator, error)
+            await answer(scope, receive, send)
         elif name is None:
             await self._answer_for_all(scope, receive, send)
         elif name in self._apps:
@@ -271,12 +271,6 @@ class RunPool:
                     await problem(app.coordinator, not_ready)(scope, receive, send)
                     return
         await self._first(scope, receive, send)
-
-    async def _answer_list(self, request: Request) -> Response:
-        try:
-            return await self._list_cached(request)
-        except Rejected as error:
-            return problem(self._first.coordinator, error)
 
     def _list(self) -> RunList:
         """Returns all runs by need: finished runs last, then by live workers for each group of a step."""
@@ -326,7 +320,12 @@ def run_pool(
         gc.set_threshold(50_000, 20, 20)
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
         for coordinator in coordinators:
-            _start_sweeping(coordinator, stop)
+            if isinstance(coordinator.store, S3Store):
+                arguments = (coordinator, coordinator.store, stop)
+                sweep = threading.Thread(
+                    target=uploads.keep_sweeping, args=arguments, name="sweep", daemon=True
+                )
+                sweep.start()
             start_trials(coordinator, stop)
         _serve(coordinators, host, port, stop, on_ready)
 
@@ -354,12 +353,6 @@ def hold_run_folder(dir: Path) -> contextlib.AbstractContextManager[None]:
     """Holds the folder of a run for one coordinator. Raises AlreadyLocked if another one runs in it."""
     message = f"a coordinator is already running in {dir}; stop it first"
     return hold_lock(dir / "coordinator.lock", message=message)
-
-
-def _start_sweeping(coordinator: Coordinator, stop: threading.Event) -> None:
-    if isinstance(coordinator.store, S3Store):
-        arguments = (coordinator, coordinator.store, stop)
-        threading.Thread(target=uploads.keep_sweeping, args=arguments, name="sweep", daemon=True).start()
 
 
 def _serve(

@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.rules.difficulty import next_rate, problem_numbers
 from shoal.swarm.coordinator.rules.trust import check_draw, checks_before_release, is_usable
 from shoal.swarm.coordinator.store.schema import (
@@ -56,9 +56,8 @@ RECENT_GROUPS = 64
 _SIGNAL = (*WAITING, GroupState.BATCHED.value)
 _LATELY = (
     select(groups.c.state)
-    .where(
-        groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value))
-    )  # stale groups were never tested for signal
+    # Stale groups were never tested for signal.
+    .where(groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value)))
     .order_by(groups.c.accepted_seq.desc())
     .limit(RECENT_GROUPS)
     .subquery()
@@ -90,18 +89,18 @@ def is_stale(newest: int, policy_version: int, max_lag: int) -> bool:
 
 def add_groups(
     tx: Transaction,
+    coordinator: Coordinator,
     lease: Row[Any],
     submission: Row[Any],
     verdict: Verdict,
-    *,
     seq: int,
-    newest: int,
-    max_lag: int,
 ) -> None:
     """Inserts one group for each prompt of an accepted lease. `seq` is the number of the verdict in the ledger."""
     size = lease.samples_per_prompt
     unchecked = verdict.checks != "full"
-    stale = is_stale(newest, submission.policy_version, max_lag)
+    newest = newest_version(tx.db)
+    assert newest is not None, "a lease was issued, so a policy was published"
+    stale = is_stale(newest, submission.policy_version, coordinator.spec.max_lag)
     rows: list[dict[str, Any]] = []
     for index in range(lease.num_prompts):
         rewards = verdict.rewards[index * size : (index + 1) * size]
@@ -140,10 +139,8 @@ def update_pass_rates(tx: Transaction, coordinator: Coordinator, lease: Row[Any]
     body = json.loads(lease.sealed)["body"]  # plain JSON: the coordinator sealed it itself
     if not body["attempts"]:
         return
-    size, numbers = (
-        lease.samples_per_prompt,
-        problem_numbers(body["seed"], body["attempts"], coordinator.num_problems(lease.task)),
-    )
+    size = lease.samples_per_prompt
+    numbers = problem_numbers(body["seed"], body["attempts"], coordinator.num_problems(lease.task))
     for index, number in enumerate(numbers):
         before = pass_rate(tx.db, lease.task, number)
         rate = next_rate(before, verdict.rewards[index * size : (index + 1) * size])
@@ -157,13 +154,10 @@ def update_pass_rates(tx: Transaction, coordinator: Coordinator, lease: Row[Any]
 def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
     """Marks the ready and held groups as stale that are too old once version `newest` is published."""
     too_old = (groups.c.state.in_(WAITING), groups.c.policy_version < newest - max_lag)
-    ids = list(
-        tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
-    )
-    if not ids:
-        return
-    seq = _record_stale(tx, newest, ids)
-    tx.write(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
+    query = select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)
+    if ids := list(tx.db.execute(query).scalars()):
+        seq = _record_stale(tx, newest, ids)
+        tx.write(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
 
 
 def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:

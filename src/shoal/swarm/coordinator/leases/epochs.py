@@ -99,14 +99,16 @@ def take_debt(tx: Transaction, node: str) -> str | None:
     return str(found.unit)
 
 
-def end_debts_of(tx: Transaction, node: str) -> None:
-    """Ends the debts of a node that gets no more leases."""
+def end_debts_of(tx: Transaction, coordinator: Coordinator, node: str) -> None:
+    """Ends the debts of a node that gets no more leases, and reveals the epochs that waited for them."""
     tx.write(delete(debts).where(debts.c.node == node))
+    reveal_ended(tx, coordinator)
 
 
-def end_old_debts(tx: Transaction) -> None:
-    """Ends debts whose work was first leased more than DEBT_S ago."""
+def end_old_debts(tx: Transaction, coordinator: Coordinator) -> None:
+    """Ends debts whose work was first leased more than DEBT_S ago, and reveals the epochs that waited for them."""
     tx.write(delete(debts).where(debts.c.issued_at_s < tx.now_s - DEBT_S))
+    reveal_ended(tx, coordinator)
 
 
 def _begin(tx: Transaction, *, num_leases: int) -> tuple[int, bytes]:

@@ -172,20 +172,15 @@ def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdic
             include={"reward_mean", "rollouts", "samples", "pass_at_1", "pass_at_k", "majority"}
         ),
     )
-    return bool(version == coordinator.spec.last_version and _all_complete(tx.db, version))
+    is_open = (evaluations.c.version == version, evaluations.c.completed_at_s.is_(None))
+    still_open = tx.db.execute(select(evaluations.c.task).where(*is_open).limit(1)).one_or_none()
+    return bool(version == coordinator.spec.last_version and still_open is None)
 
 
 def counted(verdict: Verdict, name: str, most: int) -> int:
     """Returns a count of the verdict's evidence; 0 if the validator does not count it."""
     count = verdict.evidence.get(name, 0)
     return min(max(count, 0), most) if isinstance(count, int) else 0
-
-
-def _all_complete(db: Connection, version: int) -> bool:
-    open_ones = select(func.count()).where(
-        evaluations.c.version == version, evaluations.c.completed_at_s.is_(None)
-    )
-    return not db.execute(open_ones).scalar_one()
 
 
 def views(db: Connection, *which: ColumnElement[bool]) -> tuple[Evaluation, ...]:

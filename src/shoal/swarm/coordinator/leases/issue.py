@@ -3,6 +3,7 @@
 import hashlib
 import random
 import secrets
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, not_, select
@@ -106,7 +107,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     admission.check_stake(tx, coordinator, node.owner or node.node)
     accounts.check_next_lease(tx, coordinator, node, account)
     try:
-        work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
+        work = plan(_planning_inputs(tx, coordinator, node, state), _planning_terms(coordinator))
     except NoWork as reason:
         wait_s = _refuse(tx, coordinator, node)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
@@ -167,14 +168,6 @@ def _check_lapses(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> 
         )
 
 
-def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any], account: LeaseAccount) -> int:
-    config = coordinator.config
-    earned = open_leases(standing_of(node), most=config.max_open_leases, trusted_after=config.trusted_after)
-    earned = most_open(account, NODE, earned)
-    staked = admission.staked_leases(tx.db, coordinator, node.owner or node.node)
-    return earned if staked is None else min(earned, staked)
-
-
 def _lease_again(
     tx: Transaction,
     coordinator: Coordinator,
@@ -189,7 +182,12 @@ def _lease_again(
     as it may hold. So a node that crashed, or that never got the answer, continues where it was; the lease would otherwise expire,
     which counts against the node.
     """
-    limit = _may_hold(tx, coordinator, node, account)
+    config = coordinator.config
+    earned = open_leases(standing_of(node), most=config.max_open_leases, trusted_after=config.trusted_after)
+    limit = most_open(account, NODE, earned)
+    staked = admission.staked_leases(tx.db, coordinator, node.owner or node.node)
+    if staked is not None:
+        limit = min(limit, staked)
     if not held and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
     for lease in held:
@@ -214,7 +212,7 @@ def groups_in_flight(db: Connection, oldest: int, now_s: float, record: int = 0)
     return int(found.total - found.hoped), int(found.hoped)
 
 
-def planning_terms(coordinator: Coordinator) -> PlanningTerms:
+def _planning_terms(coordinator: Coordinator) -> PlanningTerms:
     config, spec = coordinator.config, coordinator.spec
     return PlanningTerms(
         groups_per_step=config.groups_per_step,
@@ -234,7 +232,7 @@ def _planning_inputs(
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
-    proven, record = is_proven(node), _record(node)
+    proven, record = is_proven(node), min(RECORD, int(RECORD_SHARE * node.accepted))
     coming, hoped = groups_in_flight(tx.db, oldest, tx.now_s, record)
     return PlanningInputs(
         newest_version=newest,
@@ -257,15 +255,15 @@ def _planning_inputs(
     )
 
 
-def _record(node: Row[Any]) -> int:
-    """Returns the accepted submissions that other nodes must have for this node to wait for their work."""
-    return min(RECORD, int(RECORD_SHARE * node.accepted))
-
-
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, node, work)
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
+    problems: dict[str, Any] = {}
+    if lease.attempts:  # what the ledger needs so that the choices of difficulty sampling can be repeated
+        size = coordinator.num_problems(lease.task.title)
+        numbers = problem_numbers(lease.seed, lease.attempts, size)
+        problems = {"attempts": list(lease.attempts), "problems": numbers, "num_problems": size}
     public = {  # in the table and in the ledger
         "lease_id": lease.lease_id,
         "node": lease.node,
@@ -295,18 +293,9 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         **public,
         versions=[policy.version for policy in lease.policies],
         lease_digest=hashlib.sha256(text).hexdigest(),
-        **_recorded_problems(coordinator, lease),
+        **problems,
     )
     return sealed
-
-
-def _recorded_problems(coordinator: Coordinator, lease: Lease) -> dict[str, Any]:
-    """Returns what the ledger needs so that the choices of difficulty sampling can be repeated."""
-    if not lease.attempts:
-        return {}
-    size = coordinator.num_problems(lease.task.title)
-    numbers = problem_numbers(lease.seed, lease.attempts, size)
-    return {"attempts": list(lease.attempts), "problems": numbers, "num_problems": size}
 
 
 def _work_to_repeat(tx: Transaction, node: Row[Any], work: Work) -> Lease | None:
@@ -341,16 +330,12 @@ def _compose(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wo
         # If attempts were chosen again, a node could get other problems by giving leases back.
         attempts = first.attempts
     elif work.purpose == "train" and leased.spec.difficulty:
-        attempts = _choose_attempts(tx, coordinator, leased.spec.title, seed, num_prompts)
+        title, size = leased.spec.title, coordinator.num_problems(leased.spec.title)
+        attempts = choose_attempts(seed, num_prompts, size, partial(batches.pass_rate, tx.db, title))
     else:
         attempts = ()
     seeds = problem_seeds(
-        seed,
-        run=spec.run,
-        purpose=work.purpose,
-        chunk=work.chunk,
-        num_prompts=num_prompts,
-        attempts=attempts,
+        seed, run=spec.run, purpose=work.purpose, chunk=work.chunk, num_prompts=num_prompts, attempts=attempts
     )
     problems = [pose_problem(leased.task, work.purpose, problem_seed) for problem_seed in seeds]
     prompts = tuple(problem.prompt for problem in problems)
@@ -382,14 +367,6 @@ def _compose(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wo
         issued_at_s=tx.now_s,
         deadline_s=tx.now_s + lease_s,
     )
-
-
-def _choose_attempts(
-    tx: Transaction, coordinator: Coordinator, title: str, seed: str, num_prompts: int
-) -> tuple[int, ...]:
-    """Returns the attempts of difficulty sampling for a task."""
-    size = coordinator.num_problems(title)
-    return choose_attempts(seed, num_prompts, size, lambda problem: batches.pass_rate(tx.db, title, problem))
 
 
 def _policy_refs(db: Connection, versions: tuple[int, ...]) -> tuple[PolicyRef, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, func, or_, select, update
+from sqlalchemy import Row, and_, func, or_, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import epochs
@@ -115,16 +115,12 @@ def delete_rejected(tx: Transaction, coordinator: Coordinator) -> None:
     for row in tx.db.execute(kept.where(is_old).limit(_DELETED_AT_ONCE)).all():
         _delete_file(tx, coordinator, row.lease_id)
     rest = kept.order_by(nodes.c.accepted, leases.c.ended_at_s, leases.c.lease_id)
-    surplus = _sum_bytes(tx, kept) - REJECTED_BYTES
+    total = select(func.coalesce(func.sum(kept.subquery().c.num_bytes), 0))
+    surplus = int(tx.db.execute(total).scalar_one()) - REJECTED_BYTES
     for row in tx.db.execute(rest.limit(_DELETED_AT_ONCE)).all() if surplus > 0 else ():
         if surplus > 0:
             _delete_file(tx, coordinator, row.lease_id)
             surplus -= row.num_bytes
-
-
-def _sum_bytes(tx: Transaction, files: Select[Any]) -> int:
-    """Returns the sum of the column `num_bytes` of a query."""
-    return int(tx.db.execute(select(func.coalesce(func.sum(files.subquery().c.num_bytes), 0))).scalar_one())
 
 
 def void(
@@ -139,15 +135,7 @@ def void(
     """Ends a lease without a verdict, without blame and without credit."""
     tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
     count_void(tx, lease.node)
-    end(
-        tx,
-        coordinator,
-        lease,
-        LeaseEvent.VOID,
-        code=code,
-        detail=detail,
-        is_loss=is_loss,
-    )
+    end(tx, coordinator, lease, LeaseEvent.VOID, code=code, detail=detail, is_loss=is_loss)
     if code == "void.expired":
         change_standing(
             tx, coordinator, lease.node, TrustEvent.LAPSED, f"leases expired, the last {lease.lease_id}"
@@ -182,26 +170,14 @@ def void_all(
     rows = tx.db.execute(select(leases).where(leases.c.node == node, leases.c.state.in_(states))).all()
     for lease in rows:
         void(tx, coordinator, lease, code, detail)
-    epochs.end_debts_of(tx, node)
-    epochs.reveal_ended(tx, coordinator)
-
-
-def end_old_debts(tx: Transaction, coordinator: Coordinator) -> None:
-    """Ends debts that are too old and reveals the epochs that waited for them. Housekeeping calls it once a minute."""
-    epochs.end_old_debts(tx)
-    epochs.reveal_ended(tx, coordinator)
-
-
-def expire(tx: Transaction, coordinator: Coordinator, lease: Row[Any]) -> None:
-    """Voids a lease whose deadline passed before a submission came."""
-    limit_s = lease.deadline_s - lease.issued_at_s
-    void(tx, coordinator, lease, "void.expired", f"no submission within {limit_s:.0f} s")
+    epochs.end_debts_of(tx, coordinator, node)
 
 
 def expire_overdue(tx: Transaction, coordinator: Coordinator) -> None:
-    """Voids all leases whose deadline has passed. Housekeeping calls it once a second."""
+    """Voids all leases whose deadline passed before a submission came. Housekeeping calls it once a second."""
     for lease in _EXPIRED.rows(tx.db, now_s=tx.now_s):
-        expire(tx, coordinator, lease)
+        limit_s = lease.deadline_s - lease.issued_at_s
+        void(tx, coordinator, lease, "void.expired", f"no submission within {limit_s:.0f} s")
 
 
 def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:

@@ -37,7 +37,12 @@ def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit
     lease = own_lease(tx, lease_id)
     found = SUBMISSIONS.find(tx.db, lease_id)
     if found is not None:
-        return _again(found, ask)
+        same = {name: getattr(found, name) for name in ("sha256", "num_bytes", "policy_version")}
+        if same != ask.model_dump(include=set(same)):
+            raise Rejected(
+                "request.conflict", f"lease {lease_id} has another submission already: {found.sha256}"
+            )
+        return Sealed[Receipt].parse(found.receipt)
     check_deliverable(tx, lease, ask.epoch)
     newest = newest_version(tx.db)
     assert newest is not None, "a lease was issued, so a policy was published"
@@ -47,18 +52,6 @@ def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit
     if stale:
         void_as_stale(tx, coordinator, find_lease(tx.db, lease_id), ask.policy_version, newest)
     return receipt
-
-
-def _again(found: Row[Any], ask: Submit) -> Sealed[Receipt]:
-    if (found.sha256, found.num_bytes, found.policy_version) != (
-        ask.sha256,
-        ask.num_bytes,
-        ask.policy_version,
-    ):
-        raise Rejected(
-            "request.conflict", f"lease {found.lease_id} has another submission already: {found.sha256}"
-        )
-    return Sealed[Receipt].parse(found.receipt)
 
 
 def _check_version(lease: Row[Any], version: int, newest: int, max_lag: int) -> bool:
@@ -97,33 +90,19 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
 
 
 def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Submit) -> Sealed[Receipt]:
+    # Before the receipt: an operator that committed to the secret of the draw after it could choose the draw.
+    drawn = _draw_checks(tx, coordinator, lease, ask.sha256)
     what: dict[str, Any] = {
+        "lease_id": lease.lease_id,
+        "node": lease.node,
         "sha256": ask.sha256,
         "num_bytes": ask.num_bytes,
         "policy_version": ask.policy_version,
     }
-    # Before the receipt: an operator that committed to the secret of the draw after it could choose the draw.
-    drawn = _draw_checks(tx, coordinator, lease, ask.sha256)
-    seq = tx.record("submission.received", lease_id=lease.lease_id, node=lease.node, **what)
-    receipt = Receipt(
-        lease_id=lease.lease_id,
-        node=lease.node,
-        **what,
-        received_at_s=tx.now_s,
-        seq=seq,
-    )
-    sealed = seal(receipt, coordinator.run_key)
-    tx.insert(
-        SUBMISSIONS,
-        lease_id=lease.lease_id,
-        node=lease.node,
-        **what,
-        received_at_s=tx.now_s,
-        seq=seq,
-        receipt=sealed.model_dump_json(),
-        lapsed_claims=0,
-        **drawn,
-    )
+    seq = tx.record("submission.received", **what)
+    received = {**what, "received_at_s": tx.now_s, "seq": seq}
+    sealed = seal(Receipt(**received), coordinator.run_key)
+    tx.insert(SUBMISSIONS, **received, receipt=sealed.model_dump_json(), lapsed_claims=0, **drawn)
     move(tx, lease, LeaseEvent.SUBMIT)
     return sealed
 

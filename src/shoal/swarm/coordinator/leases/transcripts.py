@@ -1,7 +1,6 @@
 """Answers of accepted submissions as text: kept with the verdict, thinned out when they take too much room, read by filters."""
 
 import base64
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -127,7 +126,10 @@ def read_rollouts(db: Connection, query: RolloutQuery) -> RolloutPage:
     """Returns groups that match, newest first. The work of one call is bounded: `next` continues where it ended."""
     conditions = query.conditions()
     if query.node:
-        conditions.append(transcripts.c.node.in_(_find_nodes(db, query.node)))
+        after = query.node + "g"  # above every id with this prefix: ids are hexadecimal
+        with_prefix = select(nodes.c.node).where(nodes.c.node >= query.node, nodes.c.node < after)
+        some = list(db.execute(with_prefix.limit(MAX_NODES)).scalars())
+        conditions.append(transcripts.c.node.in_(some))
     rows = db.execute(
         select(*_COLUMNS).where(*conditions).order_by(transcripts.c.seq.desc()).limit(MAX_SCANNED)
     ).all()
@@ -147,13 +149,6 @@ def read_rollouts(db: Connection, query: RolloutQuery) -> RolloutPage:
     return RolloutPage(groups=tuple(found), next=None if is_end else last)
 
 
-def _find_nodes(db: Connection, prefix: str) -> list[str]:
-    """Returns some nodes whose ids begin with `prefix`."""
-    after = prefix + "g"  # above every id with this prefix: ids are hexadecimal
-    query = select(nodes.c.node).where(nodes.c.node >= prefix, nodes.c.node < after).limit(MAX_NODES)
-    return list(db.execute(query).scalars())
-
-
 def _read_groups(db: Connection, query: RolloutQuery, row: Row[Any]) -> list[RolloutGroup]:
     """Returns the groups of one submission that match."""
     body, sealed, verdict_body, given_at_s = db.execute(
@@ -168,19 +163,22 @@ def _read_groups(db: Connection, query: RolloutQuery, row: Row[Any]) -> list[Rol
     if not matching:
         return []
     verdict = Verdict.parse(verdict_body)
-    states = _states(db, [f"{row.lease_id}-{index}" for index in matching])
+    of_groups = select(groups.c.prompt_index, groups.c.state, groups.c.batch_version).where(
+        groups.c.group_id.in_([f"{row.lease_id}-{index}" for index in matching])
+    )
+    states = {group.prompt_index: (group.state, group.batch_version) for group in db.execute(of_groups)}
     evidence = {name: value for name, value in verdict.evidence.items() if name not in _HIDDEN}
     return [
         RolloutGroup.copied_from(
             row,
-            group_id=(group_id := f"{row.lease_id}-{index}"),
+            group_id=f"{row.lease_id}-{index}",
             held_out=row.purpose == "eval",
             given_at_s=round(given_at_s, 1),
             prompt=lease.prompts[index],
             expected=texts[index].expected,
             samples=texts[index].samples,
-            state=states.get(group_id, ("", None))[0],
-            trained_version=states.get(group_id, ("", None))[1],
+            state=states.get(index, ("", None))[0],
+            trained_version=states.get(index, ("", None))[1],
             code=verdict.code,
             detail=verdict.detail,
             checks=verdict.checks,
@@ -188,11 +186,3 @@ def _read_groups(db: Connection, query: RolloutQuery, row: Row[Any]) -> list[Rol
         )
         for index in matching
     ]
-
-
-def _states(db: Connection, group_ids: Sequence[str]) -> dict[str, tuple[str, int | None]]:
-    """Returns what became of each group, and the version whose batch it is in."""
-    query = select(groups.c.group_id, groups.c.state, groups.c.batch_version).where(
-        groups.c.group_id.in_(group_ids)
-    )
-    return {row.group_id: (row.state, row.batch_version) for row in db.execute(query)}

@@ -172,9 +172,18 @@ def sweep(coordinator: Coordinator, store: S3Store) -> int:
     removed = 0
     oldest_s = coordinator.clock() - coordinator.config.lease_s - SWEEP_SLACK_S
     for tokens in store.tokens(older_than_s=oldest_s):
-        for token in _not_submitted(coordinator, tokens):
-            store.delete(token)
-            removed += 1
+        submitted = (
+            select(uploads.c.token)
+            .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
+            .join(leases, leases.c.lease_id == uploads.c.lease_id)
+            .where(uploads.c.token.in_(tokens), _KEPT)
+        )
+        with coordinator.database.read() as db:
+            kept = set(db.execute(submitted).scalars())
+        for token in tokens:
+            if token not in kept:
+                store.delete(token)
+                removed += 1
     return removed
 
 
@@ -188,15 +197,3 @@ def keep_sweeping(coordinator: Coordinator, store: S3Store, stop: threading.Even
             coordinator.log.warning("objects that were never submitted could not be deleted", reason=error)
         if stop.wait(SWEEP_S):
             return
-
-
-def _not_submitted(coordinator: Coordinator, tokens: list[str]) -> list[str]:
-    submitted = (
-        select(uploads.c.token)
-        .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
-        .join(leases, leases.c.lease_id == uploads.c.lease_id)
-        .where(uploads.c.token.in_(tokens), _KEPT)
-    )
-    with coordinator.database.read() as db:
-        kept = set(db.execute(submitted).scalars())
-    return [token for token in tokens if token not in kept]

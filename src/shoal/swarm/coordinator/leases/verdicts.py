@@ -108,16 +108,14 @@ _WAITING = Statement(
         submissions.c.claimed_until_s < given("tried_before_s"),
     )
 )
-_FRESH = Statement(
+# Work that keeps other validators busy: fresh submissions, and those that they check.
+_WORK_OF_OTHERS = Statement(
     select(submissions.c.lease_id)
     .join(leases, leases.c.lease_id == submissions.c.lease_id)
-    .where(leases.c.state == LeaseState.SUBMITTED.value, submissions.c.lapsed_claims == 0)
-    .limit(1)
-)
-_CHECKED_BY_OTHERS = Statement(
-    select(submissions.c.lease_id)
-    .join(leases, leases.c.lease_id == submissions.c.lease_id)
-    .where(leases.c.state == LeaseState.CHECKING.value, submissions.c.claimed_by != given("validator"))
+    .where(
+        ((leases.c.state == LeaseState.SUBMITTED.value) & (submissions.c.lapsed_claims == 0))
+        | ((leases.c.state == LeaseState.CHECKING.value) & (submissions.c.claimed_by != given("validator")))
+    )
     .limit(1)
 )
 _UNCERTAIN_BEFORE = Statement(
@@ -213,13 +211,8 @@ def release_lapsed_claims(tx: Transaction, coordinator: Coordinator) -> None:
         if lapses < MAX_LAPSED_CLAIMS:
             move(tx, lease, LeaseEvent.RELEASE)
         else:
-            void(
-                tx,
-                coordinator,
-                lease,
-                UNCHECKED,
-                f"{lapses} claims of {coordinator.config.claim_s:.0f} s ran out",
-            )
+            detail = f"{lapses} claims of {coordinator.config.claim_s:.0f} s ran out"
+            void(tx, coordinator, lease, UNCHECKED, detail)
     if rows and (newest := newest_version(tx.db)) is not None:
         void_stale(tx, coordinator, newest)
     _void_refused_by_all(tx, coordinator)
@@ -232,10 +225,7 @@ def _void_refused_by_all(tx: Transaction, coordinator: Coordinator) -> None:
     """
     config = coordinator.config
     for lease in _WAITING.rows(tx.db, tried_before_s=tx.now_s - config.claim_s):
-        others_come = (
-            _FRESH.row(tx.db) is not None
-            or _CHECKED_BY_OTHERS.row(tx.db, validator=lease.claimed_by) is not None
-        )
+        others_come = _WORK_OF_OTHERS.row(tx.db, validator=lease.claimed_by) is not None
         if others_come and tx.now_s < lease.claimed_until_s + config.lease_s:
             continue
         waited_s = tx.now_s - lease.claimed_until_s
@@ -246,9 +236,8 @@ def _void_refused_by_all(tx: Transaction, coordinator: Coordinator) -> None:
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
     """Enters a verdict. Idempotent: the same finding again changes nothing, and another one is refused. The first counts."""
     _check_code(lease_id, verdict)
-    verdict = verdict.model_copy(
-        update={"detail": verdict.detail.replace("\0", "\\0")}
-    )  # see messages.ShortText
+    # PostgreSQL stores no NUL character (see messages.ShortText).
+    verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})
     lease = find_lease(tx.db, lease_id)
     if lease.state in TERMINAL:
         body = _GIVEN.value(tx.db, id=lease_id)
@@ -371,7 +360,13 @@ def _apply(
     if accepted and coordinator.config.rollouts_mb:
         transcripts.keep(tx, lease, submission, verdict, seq=seq)
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
-    node, rate = get_node(tx.db, lease.node), _rows_per_s(tx, lease, submission)
+    rate = node_status.rows_per_s(
+        lease.num_prompts * lease.samples_per_prompt,
+        issued_at_s=lease.issued_at_s,
+        previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),
+        received_at_s=submission.received_at_s,
+    )
+    node = get_node(tx.db, lease.node)
     count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=rate)
     if finding is VerdictKind.REJECTED:
         _punish(tx, coordinator, lease, verdict)
@@ -418,16 +413,6 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
         void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
 
 
-def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float:
-    """Returns how fast the node answered this lease."""
-    return node_status.rows_per_s(
-        lease.num_prompts * lease.samples_per_prompt,
-        issued_at_s=lease.issued_at_s,
-        previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),
-        received_at_s=submission.received_at_s,
-    )
-
-
 def _use_accepted(
     tx: Transaction,
     coordinator: Coordinator,
@@ -441,8 +426,5 @@ def _use_accepted(
         if evaluations.add_chunk(tx, coordinator, lease, verdict):
             finish_run(tx, coordinator)
         return
-    newest = newest_version(tx.db)
-    assert newest is not None, "a lease was issued, so a policy was published"
-    max_lag = coordinator.spec.max_lag
-    batches.add_groups(tx, lease, submission, verdict, seq=seq, newest=newest, max_lag=max_lag)
+    batches.add_groups(tx, coordinator, lease, submission, verdict, seq)
     batches.update_pass_rates(tx, coordinator, lease, verdict)

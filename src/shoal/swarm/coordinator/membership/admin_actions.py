@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from sqlalchemy import insert, select, update
 
@@ -30,27 +31,19 @@ def give_order(tx: Transaction, coordinator: Coordinator, action: str, order: Ad
     return Recorded(seq=_ACTIONS[action](tx, coordinator, order))
 
 
-def _on_node(event: TrustEvent) -> Action:
-    def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-        node = get_node(tx.db, order.subject)
-        seq = tx.record(f"admin.{event.value}", node=node.node, reason=order.reason)
-        change_standing(tx, coordinator, node.node, event, f"action of the operator: {order.reason}")
-        if event is TrustEvent.BAN:
-            lifecycle.void_all(tx, coordinator, node.node, "void.operator", "the operator ejected the node")
-            batches.withdraw_held(tx, node.node, "")
-        return seq
-
-    return act
+def _change_node(tx: Transaction, coordinator: Coordinator, order: AdminOrder, *, event: TrustEvent) -> int:
+    node = get_node(tx.db, order.subject)
+    seq = tx.record(f"admin.{event.value}", node=node.node, reason=order.reason)
+    change_standing(tx, coordinator, node.node, event, f"action of the operator: {order.reason}")
+    if event is TrustEvent.BAN:
+        lifecycle.void_all(tx, coordinator, node.node, "void.operator", "the operator ejected the node")
+        batches.withdraw_held(tx, node.node, "")
+    return seq
 
 
-def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    tx.write(update(run).values(paused=1))
-    return tx.record("admin.pause", reason=order.reason)
-
-
-def _resume(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    tx.write(update(run).values(paused=0))
-    return tx.record("admin.resume", reason=order.reason)
+def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder, *, paused: bool) -> int:
+    tx.write(update(run).values(paused=int(paused)))
+    return tx.record("admin.pause" if paused else "admin.resume", reason=order.reason)
 
 
 def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
@@ -88,26 +81,19 @@ def _stake(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
     )
 
 
-def _decide(*, upheld: bool) -> Action:
-    def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-        return revocation.decide(tx, coordinator, order.subject, upheld=upheld, reason=order.reason)
-
-    return act
-
-
 _ACTIONS: dict[str, Action] = {
-    "quarantine": _on_node(TrustEvent.QUARANTINE),
-    "ban": _on_node(TrustEvent.BAN),
-    "restore": _on_node(TrustEvent.RESTORE),
-    "pause": _pause,
-    "resume": _resume,
+    "quarantine": partial(_change_node, event=TrustEvent.QUARANTINE),
+    "ban": partial(_change_node, event=TrustEvent.BAN),
+    "restore": partial(_change_node, event=TrustEvent.RESTORE),
+    "pause": partial(_pause, paused=True),
+    "resume": partial(_pause, paused=False),
     "void": _void_lease,
     "invite": _invite,
     "allow": _allow,
     "disallow": _disallow,
     "stake": _stake,
-    "uphold": _decide(upheld=True),
-    "dismiss": _decide(upheld=False),
+    "uphold": partial(revocation.decide, upheld=True),
+    "dismiss": partial(revocation.decide, upheld=False),
 }
 ACTIONS = tuple(_ACTIONS)
 

@@ -30,7 +30,10 @@ def enrol(tx: Transaction, coordinator: Coordinator, ask: Enrol) -> Enrolled:
         raise Rejected(
             "request.outdated", f"this coordinator speaks protocol {PROTOCOL}, the client {ask.protocol}"
         )
-    owner, until_s = owner_of(tx, ask)
+    owner = until_s = None
+    if ask.delegation is not None:
+        owner = check_delegation(ask.delegation, tx.actor, now_s=tx.now_s)
+        until_s = ask.delegation.body.not_after_s
     if tx.node is None:
         admit(tx, coordinator, ask, owner)
         _insert_node(tx, ask, owner, until_s)
@@ -67,23 +70,12 @@ def _renew_delegation(tx: Transaction, node: Row[Any], owner: str, until_s: floa
         tx.record("node.delegated", node=node.node, owner=owner, until_s=until_s)
 
 
-def owner_of(tx: Transaction, ask: Enrol) -> tuple[str | None, float | None]:
-    """Returns the owner that delegated the calling key, and the end of the delegation; (None, None) without a delegation."""
-    if ask.delegation is None:
-        return None, None
-    owner = check_delegation(ask.delegation, tx.actor, now_s=tx.now_s)
-    return owner, ask.delegation.body.not_after_s
-
-
 def admit(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
     """Raises Rejected, with what the run asks for, unless the calling key may enrol."""
     if tx.db.execute(select(revoked_keys).where(revoked_keys.c.node == tx.actor)).one_or_none() is not None:
         raise Rejected("request.revoked", f"key {tx.actor[:16]} was revoked")
-    _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
-
-
-def _admit_any(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
-    """Admits every key."""
+    if coordinator.config.admission != "open":
+        _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
 
 
 def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
@@ -134,7 +126,6 @@ def _admit_by_stake(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner
 
 
 _POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], None]] = {
-    "open": _admit_any,
     "invite": _admit_invited,
     "allow": _admit_allowed,
     "work": _admit_by_work,

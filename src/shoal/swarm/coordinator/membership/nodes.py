@@ -56,10 +56,17 @@ def standing_of(node: Row[Any]) -> NodeStanding:
 
 def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) -> Session:
     """Begins a new session of the calling node; sessions that it had before no longer count."""
-    node = tx.caller()
-    _check_machine(coordinator, ask)
+    node, spec = tx.caller(), coordinator.spec
+    # Nodes that report no capabilities are not checked.
+    reasons = unmet_needs(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
+    if reasons:
+        raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
     epoch = node.session_epoch + 1
-    outdated_at_s = _outdated_since_s(tx, coordinator, node, ask.software)
+    before_s, min_software = node.outdated_at_s, coordinator.config.min_software
+    outdated_at_s = outdated_since_s(before_s, ask.software, min_software=min_software, now_s=tx.now_s)
+    if outdated_at_s != before_s:
+        change = "node.current" if outdated_at_s is None else "node.outdated"
+        tx.record(change, node=node.node, software=ask.software)
     tx.update(
         NODES,
         tx.actor,
@@ -73,25 +80,6 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     if node.trust == Trust.RETIRED.value:
         change_standing(tx, coordinator, tx.actor, TrustEvent.RETURN, "the node came back")
     return Session(epoch=epoch, heartbeat_s=coordinator.config.heartbeat_s)
-
-
-def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
-    """Raises Rejected if the machine cannot do the run's work. Nodes that report no capabilities are not checked."""
-    spec = coordinator.spec
-    reasons = unmet_needs(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
-    if reasons:
-        raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
-
-
-def _outdated_since_s(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str
-) -> float | None:
-    """Returns since when the node's software is too old for the run; None if it is not. Records a change."""
-    before_s, min_software = node.outdated_at_s, coordinator.config.min_software
-    after_s = outdated_since_s(before_s, software, min_software=min_software, now_s=tx.now_s)
-    if after_s != before_s:
-        tx.record("node.current" if after_s is None else "node.outdated", node=node.node, software=software)
-    return after_s
 
 
 def check_compatible(node: Row[Any], coordinator: Coordinator, now_s: float) -> None:
@@ -218,10 +206,6 @@ def _reason(after: NodeStanding, reason: str) -> str:
     if after.trust is Trust.TRUSTED:
         return f"{after.streak} submissions accepted in a row"
     if reason.startswith("because "):
-        count = (
-            "a submission was refused"
-            if after.rejected == 1
-            else f"{after.rejected} submissions were refused"
-        )
-        return f"{count}, the last {reason}"
+        count = "a submission was" if after.rejected == 1 else f"{after.rejected} submissions were"
+        return f"{count} refused, the last {reason}"
     return reason

@@ -56,10 +56,9 @@ class RelayTrials:
                     continue
                 self._running.add(row.url)
             arguments = (row, max(claimed))
-            threads.append(
-                threading.Thread(target=self._try, args=arguments, name="relay-trial", daemon=True)
-            )
-            threads[-1].start()
+            thread = threading.Thread(target=self._try, args=arguments, name="relay-trial", daemon=True)
+            thread.start()
+            threads.append(thread)
         return threads
 
     def _is_due(self, row: Row[Any], now_s: float) -> bool:

@@ -33,7 +33,15 @@ _ORIGIN = Statement(select(policies.c.origin_url).order_by(policies.c.version.de
 
 def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
     """Stores a relay's report, which replaces its previous one. Raises Rejected for a URL that was not delegated to the key."""
-    delegation = _check_delegation(tx, coordinator, told)
+    if told.delegation is None:
+        raise Rejected(
+            "request.not_allowed",
+            f"key {tx.actor[:16]} has no delegation for {told.url}; the operator makes one with `shoal identity relay URL`",
+        )
+    operator = next(key for key, role in coordinator.roles.items() if role == "relay")
+    delegation = check_relay_delegation(
+        told.delegation, operator=operator, relay=tx.actor, url=told.url, now_s=tx.now_s
+    )
     values = {
         "versions": json.dumps(told.versions),
         "bytes_sent": told.bytes_sent,
@@ -53,18 +61,6 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
         tx.record("relay.delegated", relay=tx.actor, url=told.url, until_s=delegation.not_after_s)
     return HeartbeatReply(
         finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
-    )
-
-
-def _check_delegation(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> RelayDelegation:
-    if told.delegation is None:
-        raise Rejected(
-            "request.not_allowed",
-            f"key {tx.actor[:16]} has no delegation for {told.url}; the operator makes one with `shoal identity relay URL`",
-        )
-    operator = next(key for key, role in coordinator.roles.items() if role == "relay")
-    return check_relay_delegation(
-        told.delegation, operator=operator, relay=tx.actor, url=told.url, now_s=tx.now_s
     )
 
 

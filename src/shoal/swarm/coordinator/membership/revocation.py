@@ -13,7 +13,7 @@ from shoal.swarm.coordinator.rules.lease_states import LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent
 from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, verdicts
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.messages import Appeal, Recorded
+from shoal.wire.messages import AdminOrder, Appeal, Recorded
 
 
 def earnings(db: Connection, node: str, since_s: float) -> list[Earning]:
@@ -72,14 +72,19 @@ def appeal(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Appeal
     return Recorded(seq=tx.record("appeal.filed", lease_id=lease_id, node=lease.node, text=ask.text))
 
 
-def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: bool, reason: str) -> int:
-    """Records the operator's decision on an appeal. If upheld, the rejection no longer counts and the revoked credit is returned."""
+def decide(tx: Transaction, coordinator: Coordinator, order: AdminOrder, *, upheld: bool) -> int:
+    """Records the operator's decision on an appeal. If upheld, the rejection no longer counts and the revoked credit is returned.
+
+    The leases stay revoked, because a lease ends only once.
+    """
+    lease_id, reason = order.subject, order.reason
     found = tx.db.execute(select(appeals).where(appeals.c.lease_id == lease_id)).one_or_none()
     if found is None or found.upheld is not None:
         state = "was not appealed" if found is None else "has a decided appeal already"
         raise Rejected("request.conflict", f"the rejection of lease {lease_id[:80]!r} {state}")
     tx.write(update(appeals).where(appeals.c.lease_id == lease_id).values(upheld=int(upheld), reason=reason))
-    returned = _returned(tx, lease_id) if upheld else 0
+    revoked = select(verdicts.c.credit).where(verdicts.c.revoked_for == lease_id)
+    returned = sum(tx.db.execute(revoked).scalars()) if upheld else 0
     seq = tx.record(
         "appeal.decided", lease_id=lease_id, node=found.node, upheld=upheld, returned=returned, reason=reason
     )
@@ -88,9 +93,3 @@ def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: 
         tx.write(update(nodes).where(nodes.c.node == node.node).values(credit=node.credit + returned))
         change_standing(tx, coordinator, node.node, TrustEvent.UPHELD, f"an appeal was upheld: {reason}")
     return seq
-
-
-def _returned(tx: Transaction, because: str) -> int:
-    """Returns the credit that a rejection revoked. The leases stay revoked, because a lease ends only once."""
-    rows = tx.db.execute(select(verdicts.c.credit).where(verdicts.c.revoked_for == because)).scalars()
-    return sum(rows)

@@ -56,28 +56,20 @@ class WriteGroup:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Undoes what the block wrote if the block raises."""
-        if self._savepoints:
-            with self._savepoint():
-                yield
-            return
         self.has_written = False
+        if self._savepoints:
+            execute_raw(self.db, "SAVEPOINT shoal")
         try:
             yield
-        except Rejected as error:
-            if self.has_written:
+        except BaseException as error:
+            if self._savepoints:
+                execute_raw(self.db, "ROLLBACK TO SAVEPOINT shoal")
+                execute_raw(self.db, "RELEASE SAVEPOINT shoal")
+            elif self.has_written and isinstance(error, Rejected):
                 raise RedoGroup from error
             raise
-
-    @contextmanager
-    def _savepoint(self) -> Iterator[None]:
-        execute_raw(self.db, "SAVEPOINT shoal")
-        try:
-            yield
-        except BaseException:
-            execute_raw(self.db, "ROLLBACK TO SAVEPOINT shoal")
+        if self._savepoints:
             execute_raw(self.db, "RELEASE SAVEPOINT shoal")
-            raise
-        execute_raw(self.db, "RELEASE SAVEPOINT shoal")
 
 
 class Database:
