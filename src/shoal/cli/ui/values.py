@@ -353,6 +353,15 @@ def held_out_means(evaluations: Iterable["Evaluation"]) -> dict[int, float]:
     }
 
 
+def completed_by_task(evaluations: Iterable["Evaluation"]) -> dict[str, list["Evaluation"]]:
+    """Returns the complete held-out evaluations of each label, in order."""
+    found: dict[str, list[Evaluation]] = {}
+    for one in evaluations:
+        if one.complete:
+            found.setdefault(one.task, []).append(one)
+    return found
+
+
 def best_version(means: Mapping[int, float]) -> int:
     """Returns the version with the highest reward, the newest of several equal ones."""
     return max(means, key=lambda version: (means[version], version))
