@@ -6,7 +6,6 @@ Imported before every command, so the roles themselves are imported inside the f
 import argparse
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from shoal.cli.ui.values import (
 
 if TYPE_CHECKING:
     from shoal.net.s3_store import Credentials
+    from shoal.rollout.engine.drafting import DraftSettings
     from shoal.swarm.validator.decode_replay import DecodeReplay
     from shoal.wire.run_spec import RunSpec
 
@@ -172,7 +172,7 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(
             "--database, --calibration and --set are for one run; with several, each run file names its own"
         )
-    credentials = _credentials(os.environ)
+    credentials = _credentials()
     runs = [
         Hosting(
             config=file.coordinator.model_copy(update={"database": options.database})
@@ -189,14 +189,14 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     return _exit_code(stop)
 
 
-def _credentials(environ: Mapping[str, str]) -> "Credentials | None":
+def _credentials() -> "Credentials | None":
     """Returns the object store's credentials from the environment variables that S3 tools use."""
     from shoal.net.s3_store import Credentials
 
-    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not access or not secret:
         return None
-    token = environ.get("AWS_SESSION_TOKEN", "")
+    token = os.environ.get("AWS_SESSION_TOKEN", "")
     return Credentials(access_key=access, secret_key=secret, session_token=token)
 
 
@@ -209,7 +209,10 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
 
     device = _device_of_rank(options.device)
     check_device(device)
-    _check_public_url(options)
+    if options.url is None and options.host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"--host {options.host} listens on every address of this machine; give --url, the one that others should use"
+        )
     file = load_run_file(options.file, overrides=options.set)
     check_peer_join(options.peer_join, file.trainer.diloco)
     measure_noise = None
@@ -277,21 +280,13 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.rollout.worker.limits import ResourceLimits, limit_cores, limit_memory
 
     num_cores = limit_cores(options.cores)
-    from shoal.rollout.engine.drafting import DraftSettings
-    from shoal.rollout.engine.selection import check_engine
+    from shoal.cli.run.confined_worker import LIMITS
     from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
     limit_memory(options.memory_gb, options.device)
-    draft = DraftSettings.parse(options.draft, options.draft_rows, options.device)
-    check_engine(
-        options.engine,
-        device=options.device,
-        tensor_parallel=options.tensor_parallel,
-        weights=options.weights,
-        draft=draft,
-    )
+    draft = check_engine_options(options)
     behaviour = None
     if options.lie:
         from shoal.rollout.adversary.lies import make_behaviour
@@ -309,13 +304,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         num_threads=options.threads or (num_cores if options.cores else 0),
         deadline_s=options.deadline_s,
         prefetch=not options.no_prefetch,
-        limits=ResourceLimits(
-            cores=options.cores,
-            memory_gb=options.memory_gb,
-            disk_gb=options.disk_gb,
-            download_mbit=options.download_mbit,
-            upload_mbit=options.upload_mbit,
-        ),
+        limits=ResourceLimits(**{name: getattr(options, name) for name in LIMITS}),
     )
     codes = {
         WorkerExit.FINISHED: EXIT_OK,
@@ -367,6 +356,22 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
 # -- what roles share ---------------------------------------------------------------------------------------
 
 
+def check_engine_options(options: argparse.Namespace) -> "DraftSettings | None":
+    """Returns the settings of --draft. Raises ValueError if this machine cannot run the worker's engine."""
+    from shoal.rollout.engine.drafting import DraftSettings
+    from shoal.rollout.engine.selection import check_engine
+
+    draft = DraftSettings.parse(options.draft, options.draft_rows, options.device)
+    check_engine(
+        options.engine,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
+        weights=options.weights,
+        draft=draft,
+    )
+    return draft
+
+
 def limit_thread_spinning() -> None:
     """Makes OpenMP threads sleep soon while they wait for each other. Call it before torch is imported.
 
@@ -387,10 +392,3 @@ def _device_of_rank(name: str) -> str:
     if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return name
     return f"cuda:{os.environ['LOCAL_RANK']}"
-
-
-def _check_public_url(options: argparse.Namespace) -> None:
-    if options.url is None and options.host in ("0.0.0.0", "::"):
-        raise ValueError(
-            f"--host {options.host} listens on every address of this machine; give --url, the one that others should use"
-        )

@@ -35,7 +35,8 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
         )
     axes.set_xlabel("policy version")
     axes.set_ylabel("mean reward")
-    rewards = [one.reward_mean for some in (history.steps, *done.values()) for one in some]
+    rewards = [step.reward_mean for step in history.steps]
+    rewards += [evaluation.reward_mean for own in done.values() for evaluation in own]
     axes.set_ylim(min(0.0, *rewards, 0.0), 1.02 * max(1.0, *rewards, 1.0))
     axes.set_title(title)
     axes.grid(alpha=0.3)
