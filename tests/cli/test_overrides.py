@@ -72,6 +72,11 @@ def test_the_written_file_has_the_same_values() -> None:
     assert tomllib.loads(dump_tables(odd))["a"]["odd key"] is True
 
 
+@pytest.mark.parametrize("text", ["a\x00b", "\x1b[31m", "\x7f", "\b\f\n\t\r", 'é "\\'])
+def test_every_character_of_a_text_can_be_written(text: str) -> None:
+    assert tomllib.loads(dump_tables({"a": {"text": text, text: 1}})) == {"a": {"text": text, text: 1}}
+
+
 def test_a_sweep_has_a_run_for_each_combination() -> None:
     assert combinations([]) == [()]
     assert combinations(["trainer.seed=1"]) == [("trainer.seed=1",)]

@@ -8,18 +8,21 @@ import argparse
 from pathlib import Path
 
 from shoal.cli.ui.values import (
+    DTYPES,
     MAX_NEW_TOKENS,
     Commands,
     Imported,
     above_zero,
-    add_compute_options,
+    add_command,
     add_device,
-    add_engine_choice,
+    add_flag,
     add_generation_options,
+    add_host,
     add_json,
     add_run_argument,
     add_sampling_options,
     add_task_options,
+    add_value,
     at_least_one,
     count,
     port_number,
@@ -31,71 +34,47 @@ from shoal.cli.ui.values import (
 def add_result_commands(commands: Commands) -> None:
     """Adds eval, export, push and chat."""
     _add_eval(commands)
-    export = commands.add_parser(
-        "export", help="write a version of a run as a Hugging Face folder with a model card"
-    )
+    words = "write a version of a run as a Hugging Face folder with a model card"
+    export = add_command(commands, "export", words, Imported("commands.export", "export"))
     _add_version(export)
     export.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty"
     )
-    export.set_defaults(action=Imported("commands.export", "export"))
-    push = commands.add_parser(
-        "push", help="upload a version of a run, or a model folder, to the Hugging Face hub"
-    )
+    words = "upload a version of a run, or a model folder, to the Hugging Face hub"
+    push = add_command(commands, "push", words, Imported("commands.export", "push"))
     _add_version(push)
     push.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
-    push.add_argument("--private", action="store_true", help="create a private repository")
-    push.set_defaults(action=Imported("commands.export", "push"))
-    chat = commands.add_parser("chat", help="talk to a run's model or to a model folder")
+    add_flag(push, "--private", "create a private repository")
+    words = "talk to a run's model or to a model folder"
+    chat = add_command(commands, "chat", words, Imported("commands.export", "chat"))
     chat.add_argument("model", metavar="MODEL", help="a run's folder, a model folder, or a built-in model")
-    chat.add_argument(
-        "--version",
-        default="newest",
-        metavar="N",
-        help="of a run's folder: a number, best or newest (default: newest)",
-    )
+    add_value(chat, "--version", str, "newest", "of a run's folder: a number, best or newest", metavar="N")
     chat.add_argument("--prompt", metavar="TEXT", help="print the answer to this and exit")
-    chat.add_argument(
-        "--plain", action="store_true", help="continue the text as it stands, without the chat template"
-    )
-    chat.add_argument(
-        "--max-new-tokens",
-        type=at_least_one,
-        default=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {MAX_NEW_TOKENS})",
-    )
-    chat.add_argument(
-        "--temperature", type=above_zero, default=0.7, help="0.0001 is nearly greedy (default: 0.7)"
-    )
+    add_flag(chat, "--plain", "continue the text as it stands, without the chat template")
+    add_value(chat, "--max-new-tokens", at_least_one, MAX_NEW_TOKENS, "longest answer")
+    add_value(chat, "--temperature", above_zero, 0.7, "0.0001 is nearly greedy")
     chat.add_argument("--seed", type=int, help="the same seed gives the same answers (default: a new one)")
     add_generation_options(chat)
-    chat.set_defaults(action=Imported("commands.export", "chat"))
 
 
 def add_init(commands: Commands) -> None:
     """Adds init."""
-    parser = commands.add_parser(
-        "init", help="write a commented run file from your model and data, and try it"
-    )
+    words = "write a commented run file from your model and data, and try it"
+    parser = add_command(commands, "init", words, Imported("run.new_run", "init"))
     parser.add_argument("file", type=Path, nargs="?", default=Path("run.toml"), metavar="FILE.toml")
-    parser.add_argument(
-        "--model", help="a folder, org/name of the hub, or a built-in model (default: asked, or tiny)"
-    )
-    parser.add_argument(
-        "--data", metavar="FILE", help="a file with questions and answers, or the name of a task"
-    )
-    parser.add_argument(
-        "--question", metavar="COLUMN", help="the column with the question (default: guessed)"
-    )
+    words = "a folder, org/name of the hub, or a built-in model (default: asked, or tiny)"
+    parser.add_argument("--model", help=words)
+    words = "a file with questions and answers, or the name of a task"
+    parser.add_argument("--data", metavar="FILE", help=words)
+    words = "the column with the question (default: guessed)"
+    parser.add_argument("--question", metavar="COLUMN", help=words)
     parser.add_argument("--answer", metavar="COLUMN", help="the column with the answer (default: guessed)")
-    parser.add_argument(
-        "--grader",
-        help="exact, number, math, choice, regex or FILE.py:FUNCTION (default: guessed from the answers)",
-    )
+    words = "exact, number, math, choice, regex or FILE.py:FUNCTION (default: guessed from the answers)"
+    parser.add_argument("--grader", help=words)
     parser.add_argument("--pattern", help="with --grader regex: the regular expression")
-    parser.add_argument("--think", action="store_true", help="let the model think before it answers")
+    add_flag(parser, "--think", "let the model think before it answers")
     parser.add_argument("--name", help="the run's name (default: that of the file)")
-    parser.add_argument("--steps", type=at_least_one, default=50, help="training steps (default: 50)")
+    add_value(parser, "--steps", at_least_one, 50, "training steps")
     parser.add_argument(
         "--max-new-tokens", type=at_least_one, help="longest answer (default: from the answers)"
     )
@@ -103,163 +82,91 @@ def add_init(commands: Commands) -> None:
         "--workers", type=at_least_one, help="workers on this machine (default: from its cores)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU)")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take the guesses")
-    parser.add_argument("--force", action="store_true", help="replace a file that exists")
-    parser.set_defaults(action=Imported("run.new_run", "init"))
+    add_flag(parser, "--yes", "ask nothing: take the guesses")
+    add_flag(parser, "--force", "replace a file that exists")
 
 
 def _add_eval(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=url_or_folder,
-        help="a run's folder, a coordinator's URL, a model folder, or a built-in model",
-    )
-    parser.add_argument(
-        "--version",
-        metavar="N",
-        help="of a run: a number, newest, or best by held-out reward (default: newest)",
-    )
-    parser.add_argument(
-        "--key",
-        type=Path,
-        help="with a URL whose relays are private: a member's key, such as node.key in a worker's folder",
-    )
+    words = "pass@1 and pass@k of a model folder or a published version on held-out problems"
+    parser = add_command(commands, "eval", words, Imported("commands.evaluate", "evaluate"))
+    words = "a run's folder, a coordinator's URL, a model folder, or a built-in model"
+    parser.add_argument("model", metavar="MODEL", type=url_or_folder, help=words)
+    words = "of a run: a number, newest, or best by held-out reward (default: newest)"
+    parser.add_argument("--version", metavar="N", help=words)
+    words = "with a URL whose relays are private: a member's key, such as node.key in a worker's folder"
+    parser.add_argument("--key", type=Path, help=words)
     add_task_options(parser, required=False)
-    parser.add_argument(
-        "--prompts", type=at_least_one, default=200, help="number of held-out problems (default: 200)"
-    )
-    parser.add_argument("--k", type=at_least_one, default=1, help="the k of pass@k (default: 1)")
+    add_value(parser, "--prompts", at_least_one, 200, "number of held-out problems")
+    add_value(parser, "--k", at_least_one, 1, "the k of pass@k")
     parser.add_argument("--samples", type=at_least_one, help="answers to each problem (default: k)")
-    parser.add_argument(
-        "--show",
-        type=count,
-        default=3,
-        metavar="N",
-        help="print the answers to N problems, with the right ones (default: 3)",
-    )
+    add_value(parser, "--show", count, 3, "print the answers to N problems, with the right ones", metavar="N")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.jsonl", help="write every answer with its reward"
     )
     add_sampling_options(parser)
     add_json(parser)
-    parser.set_defaults(action=Imported("commands.evaluate", "evaluate"))
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument(
-        "--version",
-        default="best",
-        metavar="N",
-        help="a number, newest, or best by held-out reward (default: best)",
-    )
+    add_value(parser, "--version", str, "best", "a number, newest, or best by held-out reward", metavar="N")
     parser.add_argument("--key", type=Path, help="with a URL whose relays are private: a member's key")
 
 
 def add_answer_commands(commands: Commands) -> None:
     """Adds serve and verify."""
-    _add_serve(commands)
-    _add_verify(commands)
-
-
-def _add_serve(commands: Commands) -> None:
-    parser = commands.add_parser("serve", help="an OpenAI-compatible endpoint whose answers can be verified")
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a built-in model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
-    parser.add_argument(
-        "--max-rows", type=at_least_one, default=64, help="answers that are generated at once (default: 64)"
-    )
-    add_engine_choice(parser)
-    add_compute_options(parser)
-    parser.set_defaults(action=Imported("commands.serve", "serve"))
-
-
-def _add_verify(commands: Commands) -> None:
-    parser = commands.add_parser("verify", help="check an answer of shoal serve against a model")
-    parser.add_argument("response", type=Path, metavar="RESPONSE.json", help="the whole response, as JSON")
-    parser.add_argument("--model", required=True, help="a folder, or a built-in model")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="what to compute in (default: what the answer was made in)",
-    )
-    add_device(parser)
-    add_json(parser)
-    parser.set_defaults(action=Imported("commands.verify_answer", "verify"))
+    words = "an OpenAI-compatible endpoint whose answers can be verified"
+    serve = add_command(commands, "serve", words, Imported("commands.serve", "serve"))
+    serve.add_argument("model", metavar="MODEL", help="a folder, or a built-in model")
+    add_host(serve)
+    add_value(serve, "--port", port_number, 8000)
+    add_generation_options(serve, "answers that are generated at once")
+    words = "check an answer of shoal serve against a model"
+    verify = add_command(commands, "verify", words, Imported("commands.verify_answer", "verify"))
+    verify.add_argument("response", type=Path, metavar="RESPONSE.json", help="the whole response, as JSON")
+    verify.add_argument("--model", required=True, help="a folder, or a built-in model")
+    words = "what to compute in (default: what the answer was made in)"
+    verify.add_argument("--dtype", choices=DTYPES, help=words)
+    add_device(verify)
+    add_json(verify)
 
 
 def add_view_commands(commands: Commands) -> None:
     """Adds top, report, rollouts and compare."""
-    _add_top(commands)
-    _add_report(commands)
+    top = add_command(commands, "top", "watch a run in the terminal", Imported("commands.watch", "top"))
+    top.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
+    add_flag(top, "--json", "print one snapshot as JSON and exit")
+    words = "write a run's page into one HTML file, to keep and to share"
+    report = add_command(commands, "report", words, Imported("commands.watch", "report"))
+    add_run_argument(report)
+    words = "postgresql://..., for a folder whose run keeps its tables there"
+    report.add_argument("--database", metavar="URL", default="", help=words)
+    report.add_argument("--out", type=Path, required=True, metavar="FILE.html")
     _add_rollouts(commands)
-    _add_compare(commands)
-
-
-def _add_top(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="watch a run in the terminal")
-    parser.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
-    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and exit")
-    parser.set_defaults(action=Imported("commands.watch", "top"))
-
-
-def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
-    add_run_argument(parser)
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        default="",
-        help="postgresql://..., for a folder whose run keeps its tables there",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
-    parser.set_defaults(action=Imported("commands.watch", "report"))
+    words = "compare runs: a table, and a page with their curves"
+    compare = add_command(commands, "compare", words, Imported("commands.compare", "compare"))
+    words = "a run's folder, or a coordinator's URL; two or more"
+    compare.add_argument("runs", nargs="+", metavar="RUN", type=url_or_folder, help=words)
+    compare.add_argument("--out", type=Path, metavar="FILE.html", help="write the curves into one HTML file")
+    add_flag(compare, "--json", "print the table as JSON")
 
 
 def _add_rollouts(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "rollouts",
-        help="print a run's answers as text, with rewards and verdicts",
-    )
+    words = "print a run's answers as text, with rewards and verdicts"
+    parser = add_command(commands, "rollouts", words, Imported("commands.rollouts", "rollouts"))
     add_run_argument(parser)
     parser.add_argument("--version", type=count, metavar="N", help="only answers of this policy version")
     parser.add_argument("--reward", type=float, metavar="R", help="only groups with an answer of this reward")
-    parser.add_argument("--task", default="", metavar="NAME", help="only this task, in a run with several")
-    parser.add_argument(
-        "--node", default="", metavar="ID", help="only this worker, by its id or its first digits"
-    )
-    parser.add_argument(
-        "--search", default="", metavar="TEXT", help="only groups with this text in prompt or answer"
-    )
-    parser.add_argument("--held-out", action="store_true", help="answers to held-out problems instead")
+    for name, metavar, words in (
+        ("--task", "NAME", "only this task, in a run with several"),
+        ("--node", "ID", "only this worker, by its id or its first digits"),
+        ("--search", "TEXT", "only groups with this text in prompt or answer"),
+        ("--database", "URL", "postgresql://..., if the run keeps its tables there"),
+    ):
+        parser.add_argument(name, default="", metavar=metavar, help=words)
+    add_flag(parser, "--held-out", "answers to held-out problems instead")
     parser.add_argument(
         "--limit", type=at_least_one, metavar="GROUPS", help="(default: 4; with --export and --json, all)"
     )
     parser.add_argument("--export", type=Path, metavar="FILE.parquet", help="write one row for each answer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each group")
-    parser.add_argument(
-        "--database", metavar="URL", default="", help="postgresql://..., if the run keeps its tables there"
-    )
-    parser.set_defaults(action=Imported("commands.rollouts", "rollouts"))
-
-
-def _add_compare(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help="compare runs: a table, and a page with their curves",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        type=url_or_folder,
-        help="a run's folder, or a coordinator's URL; two or more",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the curves into one HTML file")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.set_defaults(action=Imported("commands.compare", "compare"))
+    add_flag(parser, "--json", "print one JSON object for each group")

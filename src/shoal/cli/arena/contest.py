@@ -68,8 +68,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Prompts of the submissions whose detection is tried, to find the tokens that are needed."""
 ENOUGH = 0.999
 FORGED = "forged-proof"
-READ = "read"
-"""A lie that is found by reading the file, without any scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +127,7 @@ class Arena:
         self.policy = LoadedPolicy(0, load_causal(folder, dtype, settings.device), load_tokenizer(folder))
         self.typical_H = typical_sizes(self.policy.decoder)
         self.tolerances = default_tolerances(settings.dtype)
-        self.engines: dict[tuple[str, int], Engine] = {}
+        self.engines: dict[ComputeDtype, Engine] = {}
         self.schemes: list[Scheme] = []
         self.number = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -157,17 +155,20 @@ class Arena:
             num_prompts=PROMPTS,
         )
 
-    def engine(self, behaviour: Behaviour, max_rows: int | None = None) -> Engine:
+    def engine(self, behaviour: Behaviour) -> Engine:
         """Returns the behaviour's engine with the weights loaded. Engines of one dtype are built once."""
         if isinstance(behaviour, Adapted):
             behaviour.proof = RawStates()
         dtype = behaviour.compute_dtype(self.settings.dtype)
-        key = (dtype, max_rows or self.settings.max_rows)
-        if key not in self.engines:
-            self.engines[key] = make_engine(
-                "torch", compute_dtype=dtype, proof=RawStates(), max_rows=key[1], device=self.settings.device
+        if dtype not in self.engines:
+            self.engines[dtype] = make_engine(
+                "torch",
+                compute_dtype=dtype,
+                proof=RawStates(),
+                max_rows=self.settings.max_rows,
+                device=self.settings.device,
             )
-        engine = behaviour.engine(self.engines[key])
+        engine = behaviour.engine(self.engines[dtype])
         engine.load(self.folder, 0)
         return engine
 
@@ -270,11 +271,9 @@ class Arena:
         """Returns the ways of honest work that this machine has."""
         ways = [Way("torch engine"), Way("torch engine, checked by plain products", check=plain_products)]
         if decoder_refuses(self.folder) is None:
-            ways.append(Way("plain engine", make=self._plain))
+            make = partial(Adapted, PlainEngine, device=self.settings.device)
+            ways.append(Way("plain engine", make=make))
         return ways
-
-    def _plain(self) -> Behaviour:
-        return Adapted(PlainEngine, device=self.settings.device)
 
     def honest(self, way: "Way", count: int) -> KindTables:
         """Measures fresh honest submissions."""

@@ -63,6 +63,11 @@ class Scheme:
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
     ) -> Table:
+        """Returns the columns of `measure_rows`, added up for each prompt."""
+        return by_prompt(self.measure_rows(rows, commitments), np.zeros((len(rows), 0)), prompts)
+
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
+        """Returns the columns that the scheme measures, one line per row."""
         raise NotImplementedError
 
     def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
@@ -75,6 +80,11 @@ class LargestScheme(Scheme):
     """A scheme whose score is its largest value, over the limit of the scheme itself."""
 
     has_limit = True
+
+    def measure(
+        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
+    ) -> Table:
+        return by_prompt(np.zeros((len(rows), 0)), self.measure_rows(rows, commitments), prompts)
 
     def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
         scores: Floats = largest_SB[:, 0]
@@ -90,10 +100,6 @@ def by_prompt(sums_RA: Floats, largest_RB: Floats, prompts: Sequence[int]) -> Ta
     largest_PB = np.full((len(numbers), largest_RB.shape[1]), -np.inf)
     np.maximum.at(largest_PB, places, largest_RB)
     return Table(sums_PA, largest_PB)
-
-
-def _no_columns(rows: Sequence[object]) -> Floats:
-    return np.zeros((len(rows), 0))
 
 
 class PublishedToploc(LargestScheme):
@@ -117,9 +123,7 @@ class PublishedToploc(LargestScheme):
         segments = [-(-len(row) // self.proof.segment_tokens) for row in states]
         return [words.tobytes() * number for number in segments]
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
         checks = verify(rows, commitments, self.proof)
         worst = [
             max(
@@ -131,7 +135,7 @@ class PublishedToploc(LargestScheme):
             )
             for row in checks
         ]
-        return by_prompt(_no_columns(rows), np.array(worst)[:, None], prompts)
+        return np.array(worst)[:, None]
 
 
 def verify(
@@ -174,9 +178,7 @@ class GrailSketch(LargestScheme):
         """Returns the sketch of a typical state for every token: the coefficients are known before the rows are sent."""
         return [_sketch(typical_H.float().expand(len(row), -1)) for row in states]
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
         worst = np.zeros((len(rows), 1))
         for place, (row, commitment) in enumerate(zip(rows, commitments, strict=True)):
             assert isinstance(commitment, tuple)
@@ -192,7 +194,7 @@ class GrailSketch(LargestScheme):
             away_C = (_buckets(values_CK) @ _coefficients() - sketch_T[chosen]).abs()
             position_C = chosen.float() + len(row.rollout.prompt_tokens)
             worst[place] = float((away_C / (GRAIL_TOLERANCE + GRAIL_GROWTH * position_C.sqrt())).max())
-        return by_prompt(_no_columns(rows), worst, prompts)
+        return worst
 
 
 class TunedGrailSketch(GrailSketch):
@@ -237,11 +239,8 @@ class TokenDifr(Scheme):
     source = "arXiv 2511.20621, margin in log-odds"
     bytes_per_token = 0.0
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
-        sums = np.array([[margins(row.columns_6T).sum(), row.columns_6T.shape[1]] for row in rows])
-        return by_prompt(sums, _no_columns(rows), prompts)
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
+        return np.array([[margins(row.columns_6T).sum(), row.columns_6T.shape[1]] for row in rows])
 
 
 def margins(columns_6T: Floats) -> Floats:
@@ -276,16 +275,14 @@ class ActivationDifr(Scheme):
         """Returns the projection of a typical state for every token."""
         return self.commit([typical_H.expand(len(row), -1) for row in states])
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
         sums = np.zeros((len(rows), 2))
         for place, (row, sent) in enumerate(zip(rows, commitments, strict=True)):
             assert isinstance(sent, Tensor)
             own_TH = row.states_TH[1:].to("cpu", torch.bfloat16).float()
             away_T = (own_TH @ _projection(own_TH.shape[1]) - sent.float()).norm(dim=1)
             sums[place] = float(away_T.sum()), len(away_T)
-        return by_prompt(sums, _no_columns(rows), prompts)
+        return sums
 
 
 @cache
@@ -311,18 +308,14 @@ class Logic(Scheme):
     source = "context-labs/logic, Kolmogorov-Smirnov test"
     bytes_per_token = 4.0
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
         sums = [
             np.histogram(np.clip(row.rollout.logprobs, -1e9, 0.0), BINS)[0]
             - np.histogram(np.clip(row.columns_6T[0], -1e9, 0.0), BINS)[0]
             for row in rows
         ]
         counts = [[len(row.rollout.logprobs)] for row in rows]
-        return by_prompt(
-            np.concatenate([counts, sums], axis=1).astype(np.float64), _no_columns(rows), prompts
-        )
+        return np.concatenate([counts, sums], axis=1).astype(np.float64)
 
     def score(self, sums_SA: Floats, largest_SB: Floats) -> Floats:
         count_S = np.maximum(sums_SA[:, 0], 1.0)
@@ -338,13 +331,10 @@ class LogprobGap(Scheme):
     source = "mean difference of log-probs"
     bytes_per_token = 4.0
 
-    def measure(
-        self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
-    ) -> Table:
-        sums = np.array(
+    def measure_rows(self, rows: Sequence[CheckedRow], commitments: Sequence[object]) -> Floats:
+        return np.array(
             [
                 [np.abs(np.asarray(row.rollout.logprobs) - row.columns_6T[0]).sum(), row.columns_6T.shape[1]]
                 for row in rows
             ]
         )
-        return by_prompt(sums, _no_columns(rows), prompts)

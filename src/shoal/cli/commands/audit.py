@@ -100,8 +100,7 @@ def _ledger_of_url(url: str, stop: threading.Event) -> ShownLedger:
         run_key = api.read("/v1/info", Info).run_key
         # Before the head, so that the head covers every event that the tables follow from.
         shown = Stats.parse(api.get("/v1/stats"))
-        head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
-        return ShownLedger(run_key, shown, head, list(_events(api, head.body.seq, stop)))
+        return ShownLedger(run_key, shown, *_fetch_events(api, stop))
 
 
 def _ledger_of_folder(folder: Path) -> ShownLedger:
@@ -117,10 +116,20 @@ def _ledger_of_folder(folder: Path) -> ShownLedger:
 
 def fetch_ledger(api: PublicApi, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
     """Returns every event up to the signed head. Raises CorruptData if they do not verify."""
-    head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
-    events = list(_events(api, head.body.seq, stop))
+    head, events = _fetch_events(api, stop)
     verify_ledger(events, head, run_key)
     return events
+
+
+def _fetch_events(api: PublicApi, stop: threading.Event) -> tuple[Sealed[LedgerHead], list[LedgerEvent]]:
+    """Returns the signed head and every event up to it."""
+    head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
+    events: list[LedgerEvent] = []
+    with progress("events fetched", head.body.seq) as advance:
+        for event in read_events(api, 1, head.body.seq, stop):
+            events.append(event)
+            advance(1)
+    return head, events
 
 
 def compare(books: ReplayedLedger, shown: Stats) -> None:
@@ -142,13 +151,6 @@ def compare(books: ReplayedLedger, shown: Stats) -> None:
                 raise CorruptData(
                     f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger gives {expected}",
                 )
-
-
-def _events(api: PublicApi, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
-    with progress("events fetched", last_seq) as advance:
-        for event in read_events(api, 1, last_seq, stop):
-            yield event
-            advance(1)
 
 
 def read_events(api: PublicApi, seq: int, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from shoal.cli.commands.watch import make_report
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.run_reader import open_reader
+from shoal.cli.ui.values import completed_by_task
 from shoal.files import write_bytes_atomically
 from shoal.telemetry import printable
 from shoal.wire.messages import Evaluation
@@ -83,11 +84,7 @@ def held_out(choose: Callable[[Sequence[Evaluation]], Evaluation]) -> Callable[[
     """Returns a function that formats a held-out reward and its version, for each evaluation if there are several."""
 
     def text(run: Snapshot) -> str:
-        kinds: dict[str, list[Evaluation]] = {}
-        for one in run.evaluations:
-            if one.complete:
-                kinds.setdefault(one.task, []).append(one)
-        chosen = {task: choose(known) for task, known in kinds.items()}
+        chosen = {task: choose(known) for task, known in completed_by_task(run.evaluations).items()}
         texts = {task: f"{one.reward_mean:.3f} (v{one.version})" for task, one in chosen.items()}
         if len(texts) < 2:
             return next(iter(texts.values()), "-")
@@ -96,14 +93,9 @@ def held_out(choose: Callable[[Sequence[Evaluation]], Evaluation]) -> Callable[[
     return text
 
 
-def _best(evaluations: Sequence[Evaluation]) -> Evaluation:
-    return max(evaluations, key=lambda one: one.reward_mean)
-
-
 def _duration(run: Snapshot) -> str:
     started_s = run.terms.started_at_s
-    last_s = run.now.server_time_s
-    return "-" if started_s is None else f"{(last_s - started_s) / 60:,.1f} min"
+    return "-" if started_s is None else f"{(run.now.server_time_s - started_s) / 60:,.1f} min"
 
 
 def _verdicts(run: Snapshot) -> str:
@@ -118,7 +110,7 @@ FIGURES: dict[str, Callable[[Snapshot], str]] = {
     "versions": lambda run: str(run.now.newest_version or 0),
     "time": _duration,
     "held-out reward, first": held_out(lambda known: known[0]),
-    "held-out reward, best": held_out(_best),
+    "held-out reward, best": held_out(lambda known: max(known, key=lambda one: one.reward_mean)),
     "held-out reward, last": held_out(lambda known: known[-1]),
     "reward, last tenth of steps": late_mean("reward"),
     "answer tokens, last tenth": late_mean("answer_tokens", 1),

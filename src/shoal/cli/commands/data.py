@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.commands.audit import fetch_ledger, read_events
@@ -119,7 +118,7 @@ def _write_kept(
     results: "list[tuple[PosedProblem, ProblemResult]]",
     settings: dict[str, Any],
     samples: int,
-    totals: Mapping[str, float] = MappingProxyType({}),
+    totals: Mapping[str, float] | None = None,
 ) -> None:
     """Writes the problems within the band and the report, and prints it. `totals` replace sums over the results."""
     low, high = options.band
@@ -128,7 +127,7 @@ def _write_kept(
     pinned = spec if isinstance(task, DataSet) else pin_task(spec)
     rows = [_row(task, one, pinned) for one in kept] + _held_out_rows(task)
     _write(options.out, "".join(f"{json.dumps(row)}\n" for row in rows))
-    report = _report([done for _, done in results], len(kept), samples, (low, high)) | dict(totals)
+    report = _report([done for _, done in results], len(kept), samples, (low, high)) | dict(totals or {})
     report["held_out"] = len(rows) - len(kept)
     _write(_beside(options.out, "report.json"), json.dumps(settings | report, indent=2) + "\n")
     print(format_report(report, options.out))
@@ -149,14 +148,9 @@ def _answer(
         with progress("answers", len(left) * draw.samples) as advance:
             for one, answers in answer(engine, task, left, draw, spec=spec, stop=stop, advance=advance):
                 outcomes = Counter(given.outcome for given in answers)
-                finished.add(
-                    ProblemResult(
-                        one.place,
-                        outcomes[Outcome.RIGHT],
-                        outcomes[Outcome.UNPARSEABLE],
-                        sum(given.num_tokens for given in answers),
-                    )
-                )
+                right, unparseable = outcomes[Outcome.RIGHT], outcomes[Outcome.UNPARSEABLE]
+                tokens = sum(given.num_tokens for given in answers)
+                finished.add(ProblemResult(one.place, right, unparseable, tokens))
     except Stopped:
         print(
             f"stopped with {len(finished.done)} of {total} problems done; the same command continues",

@@ -9,24 +9,21 @@ import dataclasses
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.commands.sample_answers import load_task, task_spec
-from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.files import write_atomically
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Outcome, Split, make_task
-from shoal.tasks.datasets.data_set import DataSet, Entry
+from shoal.tasks.datasets.data_set import DataSet
 from shoal.tasks.datasets.judged_answers import JudgedAnswers
 from shoal.tasks.datasets.overlap import QuestionSet
 from shoal.tasks.grading.pool import Answer, grading_pool
 from shoal.wire.run_spec import TaskSpec
 
-EXIT_REFUSED = 1
-"""Exit code if a run would refuse the file."""
 SHOWN = 20
 GOLD_ROWS = 256
 """Gold answers that are graded together."""
@@ -48,7 +45,10 @@ def check_data(options: argparse.Namespace, stop: threading.Event) -> int:
     kept: list[int] = []
     held_out = list(range(sizes[1]))
     with progress("rows", sizes[0]) as advance:
-        for seed, entry in _entries(task, "train", stop):
+        for seed in range(sizes[0]):
+            if stop.is_set():
+                raise Stopped("stopped while reading rows")
+            entry = task.entry("train", seed)
             if others is not None and others.is_asked_in(entry.question):
                 left_out[entry.number] = "asked in a data set of --against"
             else:
@@ -77,8 +77,9 @@ def check_data(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.out is not None:
         _write(options.out, task, kept, held_out, left_out)
     print(json.dumps(report) if options.json else _format(report, options.out))
+    # A run would refuse the file.
     refused = len(index.bad) > found.max_bad_share * index.num_rows
-    return EXIT_REFUSED if refused else EXIT_OK
+    return EXIT_FAILED if refused else EXIT_OK
 
 
 def _questions(against: list[tuple[str, Any]]) -> QuestionSet | None:
@@ -94,13 +95,6 @@ def _questions(against: list[tuple[str, Any]]) -> QuestionSet | None:
             for seed in range(other.size(split))
         ]
     return QuestionSet(asked) if against else None
-
-
-def _entries(task: DataSet, split: Split, stop: threading.Event) -> Iterator[tuple[int, Entry]]:
-    for seed in range(task.size(split)):
-        if stop.is_set():
-            raise Stopped("stopped while reading rows")
-        yield seed, task.entry(split, seed)
 
 
 def _wrong_golds(
@@ -152,12 +146,9 @@ def _format(report: dict[str, Any], out: Path | None) -> str:
         f"  {report['eval']:>9} held out",
     ]
     left_out = report["left_out"]
-    for reason, count in Counter(reason.partition(":")[0][:80] for reason in left_out.values()).most_common(
-        10
-    ):
-        lines.append(f"{count} rows: {reason}")
-    for number, reason in list(left_out.items())[:SHOWN]:
-        lines.append(f"row {number}: {reason}")
+    kinds = Counter(reason.partition(":")[0][:80] for reason in left_out.values())
+    lines += [f"{count} rows: {reason}" for reason, count in kinds.most_common(10)]
+    lines += [f"row {number}: {reason}" for number, reason in list(left_out.items())[:SHOWN]]
     if len(left_out) > SHOWN:
         lines.append(f"and {len(left_out) - SHOWN} more; --out FILE or --json lists them all")
     if out is not None:

@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK, lock_folder
 from shoal.cli.ui.values import (
     Commands,
+    Options,
+    add_command,
     add_device,
+    add_flag,
+    add_host,
+    add_list,
+    add_port,
+    add_stop_with_stdin,
+    add_subcommands,
     add_threads,
+    add_value,
     at_least_one,
-    port_number,
     seconds,
     use_device,
 )
@@ -42,101 +50,58 @@ _ANY = ("0.0.0.0", "::")
 
 
 def add_diloco(commands: Commands) -> None:
-    parser = commands.add_parser("diloco", help="pre-train or fine-tune over slow links")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    train = actions.add_parser("train", help="train at this site, together with the other sites of the run")
+    actions = add_subcommands(commands, "diloco", "pre-train or fine-tune over slow links")
+    train = add_command(
+        actions, "train", "train at this site, together with the other sites of the run", _train
+    )
     train.add_argument("file", type=Path, metavar="FILE.toml")
     train.add_argument(
         "--dir", type=Path, required=True, help="this site's folder; the same command resumes after a stop"
     )
     add_device(train)
     add_threads(train)
-    train.add_argument(
-        "--join-s", type=seconds, default=600.0, help="seconds to look for other peers (default: 600)"
-    )
+    add_value(train, "--join-s", seconds, 600.0, "seconds to look for other peers")
     _add_address_options(train, port=0)
-    train.set_defaults(action=_train)
-    swarm = actions.add_parser("swarm", help="serve a rendezvous: an address at which peers find each other")
+    swarm = add_command(
+        actions, "swarm", "serve a rendezvous: an address at which peers find each other", _swarm
+    )
     swarm.add_argument("--run", default="", help="name of a run whose peers are listed")
     swarm.add_argument("--dir", type=Path, required=True, help="folder for the key that the address contains")
     swarm.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
-    swarm.add_argument(
-        "--min-peers", type=at_least_one, default=1, help="torchft: fewest peers of a round (default: 1)"
-    )
-    swarm.add_argument(
-        "--gather-s",
-        type=seconds,
-        default=60.0,
-        help="torchft: seconds to wait for the other peers (default: 60)",
-    )
+    add_value(swarm, "--min-peers", at_least_one, 1, "torchft: fewest peers of a round")
+    add_value(swarm, "--gather-s", seconds, 60.0, "torchft: seconds to wait for the other peers")
     _add_address_options(swarm, port=8710)
-    swarm.set_defaults(action=_swarm)
-    peer_id = actions.add_parser("id", help="print the peer id of a folder, for the key `admit` of the file")
-    peer_id.add_argument(
-        "--dir", type=Path, required=True, help="a site's folder; makes its key if there is none"
-    )
-    peer_id.set_defaults(action=_print_id)
+    words = "print the peer id of a folder, for the key `admit` of the file"
+    peer_id = add_command(actions, "id", words, _print_id)
+    words = "a site's folder; makes its key if there is none"
+    peer_id.add_argument("--dir", type=Path, required=True, help=words)
 
 
-def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
-    add_peer_addresses(
-        parser,
-        port=port,
-        join="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough",
-    )
-    parser.add_argument(
-        "--relay", action="store_true", help="behind NAT: let other peers forward connections"
-    )
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
+def _add_address_options(parser: Options, *, port: int) -> None:
+    words = "a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough"
+    add_peer_addresses(parser, port=port, join=words)
+    add_flag(parser, "--relay", "behind NAT: let other peers forward connections")
+    add_stop_with_stdin(parser)
 
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a trainer that is one of several sites: the addresses that the other sites use."""
     group = parser.add_argument_group("with [trainer.diloco]")
-    add_peer_addresses(
-        group,
-        port=0,
-        prefix="peer-",
-        join="address of another site or of a rendezvous (shoal diloco swarm); the first site needs none",
-    )
-    group.add_argument(
-        "--peer-admit",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="id of a site that may take part (shoal diloco id), this one included; give all; default: any",
-    )
+    words = "address of another site or of a rendezvous (shoal diloco swarm); the first site needs none"
+    add_peer_addresses(group, port=0, prefix="peer-", join=words)
+    words = "id of a site that may take part (shoal diloco id), this one included; give all; default: any"
+    add_list(group, "--peer-admit", "ID", words)
 
 
-def add_peer_addresses(
-    parser: "argparse.ArgumentParser | argparse._ArgumentGroup", *, port: int, join: str, prefix: str = ""
-) -> None:
+def add_peer_addresses(parser: Options, *, port: int, join: str, prefix: str = "") -> None:
     """Adds the options that `peer_address` reads; `join` is the help of --join."""
-    parser.add_argument(f"--{prefix}join", action="append", default=[], metavar="ADDRESS", help=join)
-    parser.add_argument(
-        f"--{prefix}host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        f"--{prefix}port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
-    )
-    parser.add_argument(
-        f"--{prefix}announce",
-        action="append",
-        default=[],
-        metavar="ADDRESS",
-        help="the address that others should use, if it is a different one",
-    )
-    parser.add_argument(
-        f"--{prefix}direct-port",
-        type=port_number,
-        default=0,
-        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
-    )
-    parser.add_argument(
-        "--outbound-only", action="store_true", help="listen nowhere; only make outgoing connections"
-    )
+    add_list(parser, f"--{prefix}join", "ADDRESS", join)
+    add_host(parser, "address to listen on; 0.0.0.0 for other machines", f"--{prefix}host")
+    add_port(parser, port, f"--{prefix}port")
+    words = "the address that others should use, if it is a different one"
+    add_list(parser, f"--{prefix}announce", "ADDRESS", words)
+    add_port(parser, 0, f"--{prefix}direct-port", "port for vectors, which do not pass the daemon; ")
+    add_flag(parser, "--outbound-only", "listen nowhere; only make outgoing connections")
 
 
 def peer_address(options: argparse.Namespace, prefix: str = "") -> "PeerAddress":

@@ -66,7 +66,8 @@ def bad(name: str, words: str, remedy: str) -> HealthCheck:
 
 def examine(url: str | None, dir: Path) -> list[HealthCheck]:
     """Returns the results of all checks, of the machine first, then of the run at `url`, if there is one."""
-    findings = [_python(), _device(), _memory(), _folder(dir, make=url is not None), _sandbox()]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    findings = [good("python", python), _device(), _memory(), _folder(dir, make=url is not None), _sandbox()]
     if url is None:
         return findings
     with PublicApi(url, timeout_s=TIMEOUT_S) as api:
@@ -74,20 +75,13 @@ def examine(url: str | None, dir: Path) -> list[HealthCheck]:
             info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
         except Unreachable as error:
             words = split_remedy(str(error))[0]
-            return [
-                *findings,
-                bad("coordinator", words, "check the URL, the proxy and the firewall"),
-            ]
+            return [*findings, bad("coordinator", words, "check the URL, the proxy and the firewall")]
         findings.append(_protocol(info))
         if info.finished:
             return findings
         findings += [_clock(info), _admission(info), *_confinement(url, dir, info, stats)]
         findings += _weights(api, info, stats, dir)
     return findings
-
-
-def _python() -> HealthCheck:
-    return good("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _device() -> HealthCheck:
@@ -177,7 +171,6 @@ def _admission(info: Info) -> HealthCheck:
 
 def _confinement(url: str, dir: Path, info: Info, stats: Stats) -> list[HealthCheck]:
     """Says what the system keeps a worker of `shoal join` from."""
-    found = confinement(url, dir, info, stats).protections()
     return [
         HealthCheck(
             "confinement",
@@ -185,7 +178,7 @@ def _confinement(url: str, dir: Path, info: Info, stats: Stats) -> list[HealthCh
             f"a worker {protection}",
             "" if protection.active else "use Linux 6.7 or newer, or join in a container",
         )
-        for protection in found
+        for protection in confinement(url, dir, info, stats).protections()
     ]
 
 

@@ -90,9 +90,8 @@ def _write_export(source: Path, out: Path, facts: RunFacts) -> None:
 
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plain_folder(source, out)
-    (out / CARD).unlink(
-        missing_ok=True
-    )  # a card of the base model is a link to its file, which must not change
+    # A card of the base model is a link to its file, which must not change.
+    (out / CARD).unlink(missing_ok=True)
     (out / CARD).write_text(model_card(facts), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from shoal.cli.commands.doctor import examine, print_findings
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.confined_worker import confinement, run_confined
-from shoal.cli.run.roles import limit_thread_spinning
+from shoal.cli.run.roles import check_engine_options, limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
 from shoal.cli.ui.join_view import JoinView, single_keys
 from shoal.cli.ui.progress_bar import progress
@@ -56,19 +56,10 @@ VIEW_TIMEOUT_S = 2.0
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
-    from shoal.rollout.engine.drafting import DraftSettings
-    from shoal.rollout.engine.selection import check_engine
-
     if is_in_use(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
     check_device(options.device)
-    check_engine(
-        options.engine,
-        device=options.device,
-        tensor_parallel=options.tensor_parallel,
-        weights=options.weights,
-        draft=DraftSettings.parse(options.draft, options.draft_rows, options.device),
-    )
+    check_engine_options(options)
     _check_stop(stop)
     options.url = _choose_run(options)
     print(f"Checking this machine and {options.url} ...")

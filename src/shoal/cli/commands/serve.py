@@ -256,10 +256,8 @@ def _read_request(body: bytes, *, chat: bool) -> CompletionRequest:
         raise ValueError(
             f"top_p={asked.top_p} is not supported: a check repeats draws from the whole distribution"
         )
-    for name, limit in (
-        ("max_tokens", asked.max_tokens),
-        ("max_completion_tokens", asked.max_completion_tokens),
-    ):
+    limits = {"max_tokens": asked.max_tokens, "max_completion_tokens": asked.max_completion_tokens}
+    for name, limit in limits.items():
         if limit is not None and limit < 1:
             raise ValueError(f"{name}={limit} must be at least 1")
     if not 1 <= asked.n <= MAX_CHOICES:

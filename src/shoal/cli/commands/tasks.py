@@ -10,9 +10,8 @@ from shoal.cli.commands.sample_answers import grade_answers, load_task, pose, po
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.tasks import Problem, Task
-from shoal.tasks.datasets.data_set import Format
 from shoal.tasks.grading.pool import Answer
-from shoal.tasks.registry import Factory, find_task, task_origins
+from shoal.tasks.registry import find_task, task_origins
 from shoal.telemetry import printable
 
 SHOWN = 3
@@ -75,13 +74,7 @@ def _description(name: str) -> str:
         count = len(factory.environments()) if hasattr(factory, "environments") else 0
     except ValueError as error:
         return str(error)
-    words = _first_line(factory)
+    # A data set's function says what its format is.
+    described = factory.keywords["format"].read if isinstance(factory, functools.partial) else factory
+    words: str = (described.__doc__ or "").strip().partition("\n")[0]
     return f"{words} {count} environments." if count else words
-
-
-def _first_line(factory: Factory) -> str:
-    of: Any = factory
-    if isinstance(factory, functools.partial):
-        format: Format = factory.keywords["format"]
-        of = format.read
-    return (of.__doc__ or "").strip().partition("\n")[0]

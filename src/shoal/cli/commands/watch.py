@@ -17,6 +17,7 @@ from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
 from shoal.cli.run_folder import is_run_folder
 from shoal.cli.run_reader import open_reader
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import completed_by_task
 from shoal.cli.ui.view import make_view, sparkline
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import Unreachable
@@ -83,11 +84,10 @@ def watch_until_finished(api: PublicApi, stop: threading.Event, console: Console
 def final_summary(snapshot: Snapshot) -> str:
     """Returns the reward curve as one line, with the first and the last held-out reward."""
     ends = ""
-    titles = dict.fromkeys(one.task for one in snapshot.evaluations)
-    for title in titles:
-        held = [one for one in snapshot.evaluations if one.complete and one.task == title]
+    several = len({one.task for one in snapshot.evaluations}) > 1
+    for title, held in completed_by_task(snapshot.evaluations).items():
         if len(held) > 1:
-            of = f" on {title}" if len(titles) > 1 else ""
+            of = f" on {title}" if several else ""
             ends += f"; held-out reward{of} {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}"
     return f"finished at version {snapshot.now.newest_version}: {sparkline(snapshot.curve.reward)}{ends}"
 
@@ -108,9 +108,8 @@ def write_report(folder: Path, out: Path) -> Path | None:
     """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
     if not is_run_folder(folder):
         return None
-    write_bytes_atomically(
-        out, make_report(read_report(str(folder), threading.Event())).encode(), durable=False
-    )
+    text = make_report(read_report(str(folder), threading.Event()))
+    write_bytes_atomically(out, text.encode(), durable=False)
     return out
 
 

@@ -89,6 +89,11 @@ class LocalRun:
     overrides: tuple[str, ...] = ()
     """Keys of the run file that --set replaces."""
 
+    @property
+    def keys(self) -> Path:
+        """The folder to which the coordinator writes the keys of the roles."""
+        return self.folder / "coordinator" / "keys"
+
 
 # -- the command --------------------------------------------------------------------------------------------
 
@@ -148,31 +153,28 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
         check_folder(run)  # again: another run may have used the folder until now
         prepare_folder(run, console)
         replace_link(run.folder / "model", Path("trainer") / "newest")
-        supervisor = Supervisor(run.folder, lock)
-        watched = Watched()
+        addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays, held=held)
+        roles = RunningRoles(run, addresses, Supervisor(run.folder, lock), stop, console)
         try:
-            addresses = choose_addresses(
-                run.folder, run.host, run.port, relays=run.file.local.relays, held=held
-            )
             noise = calibrate_here(
                 run.file,
                 run.source,
-                supervisor,
+                roles.supervisor,
                 device=run.device,
                 overrides=run.overrides,
                 stop=stop,
                 console=console,
             )
-            start_roles(run, addresses, supervisor, noise, stop, console)
-            watch(run, addresses, supervisor, watched, stop, console)
+            roles.start(noise)
+            roles.watch()
         except Stopped:
             pass
         finally:
-            supervisor.stop()
-        if watched.stats is None or watched.history is None:
+            roles.supervisor.stop()
+        if roles.stats is None or roles.history is None:
             print_plainly(console, f"stopped; continue with: {resume_command(run)}")
             return EXIT_INTERRUPTED
-        return finish(run, watched.stats, watched.history, watched.workers, console)
+        return finish(run, roles.stats, roles.history, roles.workers, console)
 
 
 def finish(
@@ -268,53 +270,9 @@ def _write_marker(run: LocalRun) -> None:
 # -- the roles ----------------------------------------------------------------------------------------------
 
 
-def start_roles(
-    run: LocalRun,
-    addresses: RunAddresses,
-    supervisor: Supervisor,
-    noise: Path | None,
-    stop: threading.Event,
-    console: Console,
-) -> None:
-    """Starts the coordinator, which writes the keys, then all other roles. `noise` is the calibration if the run measured one."""
-    (name, coordinator), *others = commands_of_roles(run, addresses)
-    supervisor.start(name, coordinator + (["--calibration", str(noise)] if noise else []))
-    wait_until_up(addresses.url, supervisor, run, stop, console)
-    operator = Key.load(run.folder / "coordinator" / "keys" / "relay.key")
-    for index, port in enumerate(addresses.ports[2:]):
-        write_relay_key(operator, addresses.url_of(port), run.folder / "relay-keys" / str(index + 1))
-    admit_own_workers(run, addresses.url, stop)
-    for name, arguments in others:
-        supervisor.start(name, arguments)
-
-
-def admit_own_workers(run: LocalRun, url: str, stop: threading.Event) -> None:
-    """Lets the run's own workers enrol, as an operator would: by `allow`, or by a stake that their leases never use up."""
-    coordinator = run.file.coordinator
-    if coordinator.admission not in ("invite", "allow", "stake"):
-        return
-    action, amount = (
-        ("stake", OWN_STAKE * coordinator.stake_per_lease)
-        if coordinator.admission == "stake"
-        else ("allow", 0)
-    )
-    admin = Key.load(run.folder / "coordinator" / "keys" / "admin.key")
-    for worker in local_workers(run.file):
-        path = run.folder / worker.name / "node.key"
-        if path.exists():
-            continue  # admitted when the run began
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed once it is admitted, so that an interrupted start is repeated.
-        new = path.with_suffix(".new")
-        key = Key.load_or_create(new)
-        order = AdminOrder(reason="a worker of shoal run", subject=key.public, amount=amount)
-        send_order(url, admin, action, order, stop)
-        new.rename(path)
-
-
 def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str, list[str]]]:
     """Returns name and arguments of every role, as an operator would type them."""
-    file, keys, local = run.file, run.folder / "coordinator" / "keys", run.file.local
+    file, local = run.file, run.file.local
     client = ["--coordinator", addresses.url, "--deadline-s", str(local.deadline_s)]
     device = ["--device", run.device]
     threads = [*device, "--threads", str(local.worker_threads)]
@@ -324,7 +282,7 @@ def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str,
         ("coordinator", ["coordinator", *file_words, *addresses.options(coordinator_port)]),
         (
             "trainer",
-            ["trainer", *file_words, *client, "--keys", str(keys), *addresses.options(origin_port)]
+            ["trainer", *file_words, *client, "--keys", str(run.keys), *addresses.options(origin_port)]
             + [*device, "--threads", str(local.trainer_threads)]
             + [word for address in run.peer_join for word in ("--peer-join", address)],
         ),
@@ -335,7 +293,7 @@ def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str,
         relay += ["--private"] if file.shardcast.private else []
         commands.append((f"relay-{index + 1}", relay))
     for index in range(local.validators):
-        validator = ["validator", *client, "--key", str(keys / "validator.key"), *threads]
+        validator = ["validator", *client, "--key", str(run.keys / "validator.key"), *threads]
         commands.append((f"validator-{index + 1}", validator))
     for name, lie in local_workers(file):
         worker = ["worker", *client, "--max-rows", str(local.max_rows), "--engine", local.engine, *threads]
@@ -359,115 +317,133 @@ def workers_by_node(run: LocalRun) -> dict[str, LocalWorker]:
     return found
 
 
-def wait_until_up(
-    url: str, supervisor: Supervisor, run: LocalRun, stop: threading.Event, console: Console
-) -> None:
-    """Waits until the coordinator answers and has written its keys. Raises RunFailed after local.deadline_s."""
-    began_s = time.monotonic()
-    key, said = run.folder / "coordinator" / "keys" / "relay.key", False
-    with PublicApi(url, timeout_s=ANSWER_S) as api:
-        while True:
-            supervisor.check()
-            with contextlib.suppress(Unreachable):
-                api.get("/healthz")
-                if key.exists():
-                    return
-            waited_s = time.monotonic() - began_s
-            if waited_s > SAY_AFTER_S and not said:
-                said = True
-                print_plainly(console, "the coordinator is still starting; the machine may be busy")
-            if waited_s > run.file.local.deadline_s:
-                log_path = supervisor.children["coordinator"].log_path
-                raise RunFailed(
-                    f"the coordinator at {url} did not start within {waited_s:.0f} s (local.deadline_s); the last line of its "
-                    f"log, {log_path}: {last_line(log_path)}"
-                )
-            if stop.wait(0.1):
-                raise Stopped("stopped while waiting for the coordinator")
-
-
-# -- watching -----------------------------------------------------------------------------------------------
-
-
 @dataclass
-class Watched:
-    """The state of a run while it is watched. `stats` and `history` are set when it is finished."""
+class RunningRoles:
+    """The roles of a run while it runs. `stats` and `history` are set when the run is finished."""
 
+    run: LocalRun
+    addresses: RunAddresses
+    supervisor: Supervisor
+    stop: threading.Event
+    console: Console
     stats: Stats | None = None
     history: History | None = None
     workers: dict[str, LocalWorker] = field(default_factory=dict)
+    """The workers that have made their key so far, by node id."""
     names: dict[str, str] = field(default_factory=dict)
     """Display names by node id."""
 
+    def start(self, noise: Path | None) -> None:
+        """Starts the coordinator, which writes the keys, then all other roles. `noise` is the calibration if the run measured one."""
+        (name, coordinator), *others = commands_of_roles(self.run, self.addresses)
+        self.supervisor.start(name, coordinator + (["--calibration", str(noise)] if noise else []))
+        self._wait_until_up()
+        operator = Key.load(self.run.keys / "relay.key")
+        for number, port in enumerate(self.addresses.ports[2:], start=1):
+            key_folder = self.run.folder / "relay-keys" / str(number)
+            write_relay_key(operator, self.addresses.url_of(port), key_folder)
+        self._admit_own_workers()
+        for name, arguments in others:
+            self.supervisor.start(name, arguments)
 
-def watch(
-    run: LocalRun,
-    addresses: RunAddresses,
-    supervisor: Supervisor,
-    watched: Watched,
-    stop: threading.Event,
-    console: Console,
-) -> None:
-    """Shows the run until it is finished or stopped."""
-    view, url = make_view(watched.names, console), addresses.url
-    try:
-        view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
-        if run.port is None and addresses.ports[0] != COORDINATOR_PORT:
-            view.say(
-                f"port {COORDINATOR_PORT} is in use, so the coordinator has port {addresses.ports[0]} (--port chooses one)"
-            )
-        view.say(f"watch it in a browser: {addresses.outside_url}/")
-        for sentence in join_sentences(addresses, run.file.coordinator.admission):
-            view.say(sentence)
-        with PublicApi(url, timeout_s=ANSWER_S) as api:
-            poll_until_finished(run, api, supervisor, watched, view, stop)
-        if watched.stats is not None and (guests := live_guests(watched.stats, watched.workers)):
-            # Otherwise they would wait for a coordinator that is gone, without knowing that the run is finished.
-            view.say(f"finished; waiting for the next heartbeat of {guests} workers from other machines")
-            stop.wait(min(GUESTS_S, run.file.coordinator.heartbeat_s + 1.0))
-    finally:
-        view.close()
+    def _wait_until_up(self) -> None:
+        """Waits until the coordinator answers and has written its keys. Raises RunFailed after local.deadline_s."""
+        began_s, said = time.monotonic(), False
+        with PublicApi(self.addresses.url, timeout_s=ANSWER_S) as api:
+            while True:
+                self.supervisor.check()
+                with contextlib.suppress(Unreachable):
+                    api.get("/healthz")
+                    if (self.run.keys / "relay.key").exists():
+                        return
+                waited_s = time.monotonic() - began_s
+                if waited_s > SAY_AFTER_S and not said:
+                    said = True
+                    print_plainly(self.console, "the coordinator is still starting; the machine may be busy")
+                if waited_s > self.run.file.local.deadline_s:
+                    log_path = self.supervisor.children["coordinator"].log_path
+                    raise RunFailed(
+                        f"the coordinator at {api.url} did not start within {waited_s:.0f} s (local.deadline_s); the last line of "
+                        f"its log, {log_path}: {last_line(log_path)}"
+                    )
+                if self.stop.wait(0.1):
+                    raise Stopped("stopped while waiting for the coordinator")
 
-
-def poll_until_finished(
-    run: LocalRun,
-    api: PublicApi,
-    supervisor: Supervisor,
-    watched: Watched,
-    view: View,
-    stop: threading.Event,
-) -> None:
-    """Polls the coordinator, restarts roles that died, and sets `watched.stats` and `history` when the run is finished."""
-    said, evaluated = 0, 0
-    heard_s = time.monotonic()
-    follower, notices = LogFollower(run.folder / "logs"), NoticeFiles(run.folder / "coordinator")
-    while not stop.wait(POLL_S):
-        supervisor.check()
-        watched.workers = workers_by_node(run)
-        watched.names.update({node: worker.display_name for node, worker in watched.workers.items()})
-        notices.set_names(watched.names)
-        for sentence in [*supervisor.events[said:], *follower.new_warnings()]:
-            view.say(sentence)
-            notices.add(sentence)
-        said = len(supervisor.events)
-        try:
-            stats = api.read("/v1/stats", Stats)
-            history = api.read("/v1/history", History) if stats.finished else None
-        except Unreachable as error:
-            if time.monotonic() - heard_s > SILENCE_S:
-                raise RunFailed(
-                    f"the coordinator has not answered for {SILENCE_S:.0f} s: {error}; "
-                    f"read its log, {supervisor.children['coordinator'].log_path}"
-                ) from None
-            continue
-        heard_s = time.monotonic()
-        view.show(follower.with_progress(stats))
-        evaluated = shown_answer(api, stats, evaluated, view)
-        if history is not None:
-            watched.stats, watched.history = stats, history
-            supervisor.wait_for("trainer", TRAINER_END_S)  # it writes the last evaluation to its metrics
+    def _admit_own_workers(self) -> None:
+        """Lets the run's own workers enrol, as an operator would: by `allow`, or by a stake that their leases never use up."""
+        coordinator = self.run.file.coordinator
+        if coordinator.admission not in ("invite", "allow", "stake"):
             return
-        check_workers(supervisor)
+        by_stake = coordinator.admission == "stake"
+        admin = Key.load(self.run.keys / "admin.key")
+        for worker in local_workers(self.run.file):
+            path = self.run.folder / worker.name / "node.key"
+            if path.exists():
+                continue  # admitted when the run began
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed once it is admitted, so that an interrupted start is repeated.
+            new = path.with_suffix(".new")
+            amount = OWN_STAKE * coordinator.stake_per_lease if by_stake else 0
+            subject = Key.load_or_create(new).public
+            order = AdminOrder(reason="a worker of shoal run", subject=subject, amount=amount)
+            send_order(self.addresses.url, admin, "stake" if by_stake else "allow", order, self.stop)
+            new.rename(path)
+
+    def watch(self) -> None:
+        """Shows the run until it is finished or stopped."""
+        view, addresses, file = make_view(self.names, self.console), self.addresses, self.run.file
+        try:
+            view.say(f"run {file.run.name}: coordinator {addresses.url}, files in {self.run.folder}")
+            if self.run.port is None and addresses.ports[0] != COORDINATOR_PORT:
+                view.say(
+                    f"port {COORDINATOR_PORT} is in use, so the coordinator has port {addresses.ports[0]} (--port chooses one)"
+                )
+            view.say(f"watch it in a browser: {addresses.outside_url}/")
+            for sentence in join_sentences(addresses, file.coordinator.admission):
+                view.say(sentence)
+            self._poll_until_finished(view)
+            if self.stats is not None and (guests := live_guests(self.stats, self.workers)):
+                # Otherwise they would wait for a coordinator that is gone, without knowing that the run is finished.
+                view.say(f"finished; waiting for the next heartbeat of {guests} workers from other machines")
+                self.stop.wait(min(GUESTS_S, file.coordinator.heartbeat_s + 1.0))
+        finally:
+            view.close()
+
+    def _poll_until_finished(self, view: View) -> None:
+        """Polls the coordinator, restarts roles that died, and sets `stats` and `history` when the run is finished."""
+        said, evaluated = 0, 0
+        heard_s = time.monotonic()
+        follower = LogFollower(self.run.folder / "logs")
+        notices = NoticeFiles(self.run.folder / "coordinator")
+        with PublicApi(self.addresses.url, timeout_s=ANSWER_S) as api:
+            while not self.stop.wait(POLL_S):
+                self.supervisor.check()
+                self.workers = workers_by_node(self.run)
+                self.names.update({node: worker.display_name for node, worker in self.workers.items()})
+                notices.set_names(self.names)
+                for sentence in [*self.supervisor.events[said:], *follower.new_warnings()]:
+                    view.say(sentence)
+                    notices.add(sentence)
+                said = len(self.supervisor.events)
+                try:
+                    stats = api.read("/v1/stats", Stats)
+                    history = api.read("/v1/history", History) if stats.finished else None
+                except Unreachable as error:
+                    if time.monotonic() - heard_s > SILENCE_S:
+                        raise RunFailed(
+                            f"the coordinator has not answered for {SILENCE_S:.0f} s: {error}; "
+                            f"read its log, {self.supervisor.children['coordinator'].log_path}"
+                        ) from None
+                    continue
+                heard_s = time.monotonic()
+                view.show(follower.with_progress(stats))
+                evaluated = shown_answer(api, stats, evaluated, view)
+                if history is not None:
+                    self.stats, self.history = stats, history
+                    # The trainer writes the last evaluation to its metrics.
+                    self.supervisor.wait_for("trainer", TRAINER_END_S)
+                    return
+                check_workers(self.supervisor)
 
 
 def shown_answer(api: PublicApi, stats: Stats, evaluated: int, view: View) -> int:

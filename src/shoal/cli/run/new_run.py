@@ -115,18 +115,10 @@ def init(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def make_plan(options: argparse.Namespace, asker: Asker) -> Plan:
     """Returns the plan that options, answers and guesses give."""
-    model = asker.ask(
-        "Model (a folder, org/name of the Hugging Face hub, smollm2-135m, or tiny)",
-        options.model,
-        "tiny",
-        "--model",
-    )
-    source = asker.ask(
-        "Data (a file with questions and answers, or a task that `shoal tasks` lists)",
-        options.data,
-        "",
-        "--data",
-    )
+    words = "Model (a folder, org/name of the Hugging Face hub, smollm2-135m, or tiny)"
+    model = asker.ask(words, options.model, "tiny", "--model")
+    words = "Data (a file with questions and answers, or a task that `shoal tasks` lists)"
+    source = asker.ask(words, options.data, "", "--data")
     is_file = Path(source).exists() or source.endswith(DATA_SUFFIXES)
     if is_file:
         task, values, answer_chars, longest, rows = _plan_file(options, asker, Path(source), model)
@@ -172,29 +164,19 @@ def _plan_file(
     guesses = _first(QUESTIONS, columns), _first(ANSWERS, columns)
     if not any(guesses) and len(columns) == 2:
         guesses = columns[0], columns[1]
-    question = asker.ask(
-        f"Column with the question ({', '.join(columns)})",
-        options.question,
-        guesses[0],
-        "--question",
-    )
-    answer = asker.ask(
-        f"Column with the answer ({', '.join(columns)})", options.answer, guesses[1], "--answer"
-    )
+    listed = ", ".join(columns)
+    question = asker.ask(f"Column with the question ({listed})", options.question, guesses[0], "--question")
+    answer = asker.ask(f"Column with the answer ({listed})", options.answer, guesses[1], "--answer")
     for column in (question, answer):
         if column not in columns:
-            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(columns)}")
+            raise ValueError(f"{path} has no column {column!r}; it has {listed}")
     answers = [_text(row, answer) for row in rows]
     longest = max(len(_text(row, question)) for row in rows)
     if (question, answer) == ("question", "answer") and all("####" in text for text in answers):
         style = "bare" if model == "tiny" else "chat"
         return "gsm8k", {"path": str(path), "style": style}, THINKING, longest, len(rows)
-    grader = asker.ask(
-        "Grader (exact, number, math, choice, regex, or FILE.py:FUNCTION)",
-        options.grader,
-        guess_grader(answers),
-        "--grader",
-    )
+    words = "Grader (exact, number, math, choice, regex, or FILE.py:FUNCTION)"
+    grader = asker.ask(words, options.grader, guess_grader(answers), "--grader")
     values: dict[str, Any] = {"path": str(path), "question": question, "answer": answer, "grader": grader}
     if grader == "regex":
         values["pattern"] = asker.ask(
@@ -238,17 +220,12 @@ def has_gpu() -> bool:
 def write_run_file(plan: Plan) -> str:
     """Returns the run file with a comment for each choice."""
     needed = _row_tokens(plan)
-    dtype = (
-        'compute_dtype = "bfloat16"  # of workers and validators; the run calibrates itself first\n'
-        if plan.gpu
-        else ""
-    )
-    trains = 'compute_dtype = "bfloat16"\n' if plan.gpu else ""
-    warm = (
-        f"supervised_steps = {plan.supervised_steps}  # random weights earn nothing before a few steps on the task's own answers\n"
-        if plan.is_random
-        else ""
-    )
+    dtype = trains = warm = ""
+    if plan.gpu:
+        dtype = 'compute_dtype = "bfloat16"  # of workers and validators; the run calibrates itself first\n'
+        trains = 'compute_dtype = "bfloat16"\n'
+    if plan.is_random:
+        warm = f"supervised_steps = {plan.supervised_steps}  # random weights earn nothing before a few steps on the task's own answers\n"
     rate = "3e-4" if plan.is_random else "1e-6" if plan.gpu else "5e-6"
     groups, samples = (16, 16) if plan.gpu else (8, 8)
     options = f"options = {to_toml(dict(plan.options))}\n" if plan.options else ""
@@ -285,8 +262,8 @@ worker_threads = {plan.threads}
 def _row_tokens(plan: Plan) -> int:
     """Returns a row length for the longest prompt, measured with the model's tokenizer if it is on this machine."""
     # The instruction that a style adds has up to 100 characters; a token has at least two in most languages.
-    tokens = plan.longest_prompt + (2 if plan.model == "tiny" else 100)
-    if plan.model != "tiny":
+    tokens = plan.longest_prompt + (2 if plan.is_random else 100)
+    if not plan.is_random:
         folder = local_folder(plan.model)
         tokens = tokens if (folder / "tokenizer.json").exists() else tokens // 2 + 100
     return -(-(tokens + plan.max_new_tokens + 8) // 64) * 64

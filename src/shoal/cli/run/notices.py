@@ -39,9 +39,8 @@ class LogFollower:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._read: dict[Path, int] = {
-            path: path.stat().st_size for path in logs.glob("*.log")
-        }  # a resumed run says only what is new
+        # A resumed run says only what is new.
+        self._read: dict[Path, int] = {path: path.stat().st_size for path in logs.glob("*.log")}
         self._told: set[tuple[str, str]] = set()
         self._training = ("", "")
         """What the trainer trains, as in `Stats.waiting_for`, and how far it is."""

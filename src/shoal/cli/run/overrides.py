@@ -5,6 +5,7 @@
 """
 
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -100,10 +101,8 @@ def _quoted(key: str) -> str:
 
 
 def _text(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    for char, code in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
-        escaped = escaped.replace(char, code)
-    return f'"{escaped}"'
+    # JSON's escapes are TOML's too, but JSON leaves DEL as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(text: str) -> Any:

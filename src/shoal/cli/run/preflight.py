@@ -15,7 +15,7 @@ from shoal.tasks import CannotGrade, Problem, Task, make_task
 from shoal.tasks.datasets.data_set import DataSet
 from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.task import Finite, Split
-from shoal.tasks.task_errors import conversation_before, pose_problem, try_task
+from shoal.tasks.task_errors import pose_problem, try_task
 from shoal.tasks.wrapped_tasks import Budgeted
 from shoal.wire.run_spec import TaskSpec
 
@@ -51,7 +51,10 @@ def try_run(file: RunFile, path: Path, *, starts: bool, device: str = "cpu") -> 
     tasks = [make_task(with_hub_files(spec)) for spec in specs]
     warnings = _check_engine(file, path, starts=starts, device=device)
     for task in {id(task): task for task in tasks}.values():
-        warnings += _try_task(task)
+        try:
+            warnings += try_task(task)
+        except CannotGrade as error:
+            warnings.append(f"answers cannot be graded on this machine: {error}")
     try:
         folder = check_model(file, path)
     except (ModuleNotFoundError, _NoWeights) as error:
@@ -87,7 +90,6 @@ class _NoWeights(ValueError):
 def check_model(file: RunFile, path: Path) -> Path | None:
     """Returns the model's folder, or None for a built-in model or a GGUF file. Raises ValueError if it cannot be used."""
     from shoal.model.builtin import BUILTIN, find_smollm2, is_gguf
-    from shoal.model.hub import hub_folder, is_hub_name
     from shoal.model.load_model import read_model_limits
     from shoal.model.weights import explain_missing_weights
 
@@ -96,9 +98,12 @@ def check_model(file: RunFile, path: Path) -> Path | None:
         find_smollm2()
     if model in BUILTIN or is_gguf(model):
         return None
-    folder = hub_folder(model) if is_hub_name(model) else Path(model)
+    folder = local_folder(model)
     if not folder.is_dir():
-        raise ValueError(f"{path}: run.model = {model!r} {explain_missing_model()}")
+        raise ValueError(
+            f"{path}: run.model = {model!r} is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)} nor org/name "
+            "of the Hugging Face hub; check the path"
+        )
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{path}: {explain_missing_weights(folder)}")
     try:
@@ -139,37 +144,20 @@ def _try_family(folder: Path, path: Path) -> None:
             raise ValueError(f"{path}: no role can run {folder}: {reason}; choose another model") from None
 
 
-def explain_missing_model() -> str:
-    """Returns why a model's name cannot be used, and what to do."""
-    from shoal.model.builtin import BUILTIN
-
-    return (
-        f"is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)} nor org/name of the Hugging Face hub; check "
-        "the path"
-    )
-
-
-def check_prompts(
-    file: RunFile, path: Path, task: Task, folder: Path | None, spec: TaskSpec | None = None
-) -> list[str]:
+def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None, spec: TaskSpec) -> list[str]:
     """Returns warnings about prompts. Raises ValueError if the longest one does not fit into the model or the trainer's rows."""
+    from shoal.cli.commands.sample_answers import encode_problem
     from shoal.model.builtin import ALPHABET
     from shoal.model.load_model import read_model_limits
-    from shoal.model.tokenizer import CharTokenizer, ChatSetting, FileTokenizer, Tokenizer, load_tokenizer
+    from shoal.model.tokenizer import CharTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
     tokenizer: Tokenizer = CharTokenizer(ALPHABET) if folder is None else load_tokenizer(folder)
     splits: tuple[Split, ...] = ("train", "eval")
     seeds = {split: _seeds_to_look_at(task, split) for split in splits}
     num_prompts = sum(map(len, seeds.values()))
     prompts = [problem for split in splits for problem in _longest_problems(task, split, seeds[split])]
-    terms = TaskSpec(name="") if spec is None else spec
-    longest = 0
-    for problem in prompts:
-        turns = tuple((one.role, one.content) for one in conversation_before(task, terms, problem))
-        setting = ChatSetting(turns, terms.chat_template_kwargs)
-        tokens = tokenizer.encode_prompt(problem.prompt, chat=bool(task.chat), setting=setting)
-        longest = max(longest, len(tokens))
-    sampling = file.sampling if spec is None else file.sampling.of(spec)
+    longest = max((len(encode_problem(tokenizer, task, spec, problem)) for problem in prompts), default=0)
+    sampling = file.sampling.of(spec)
     needed = longest + sampling.max_new_tokens
     positions = None if folder is None else read_model_limits(folder).max_positions
     shorten = "shorten the prompts"
@@ -181,7 +169,7 @@ def check_prompts(
             f"{sampling.max_new_tokens} that is {needed}, more than the {positions} positions of {folder}; lower "
             f"max_new_tokens, {shorten} or choose another model"
         )
-    if needed > file.trainer.row_tokens and (spec is None or spec in file.task):
+    if needed > file.trainer.row_tokens and spec in file.task:
         raise ValueError(
             f"{path}: the longest of {num_prompts} prompts has {longest} tokens; with sampling.max_new_tokens = "
             f"{sampling.max_new_tokens} that is {needed}, more than trainer.row_tokens = {file.trainer.row_tokens}; raise "
@@ -317,10 +305,3 @@ def _check_disk(file: RunFile, folder: Path) -> list[str]:
         f"the run may need {_bytes(needed)} of disk, and {_bytes(free)} are free here; choose another --dir, or fewer "
         "trainer.keep_checkpoints and local.workers"
     ]
-
-
-def _try_task(task: Task) -> list[str]:
-    try:
-        return try_task(task)
-    except CannotGrade as error:
-        return [f"answers cannot be graded on this machine: {error}"]

@@ -6,7 +6,6 @@ Imported before every command, so the roles themselves are imported inside the f
 import argparse
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +16,22 @@ from shoal.cli.run.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED,
 from shoal.cli.ui.values import (
     Commands,
     above_zero,
+    add_command,
     add_device,
     add_engine_choice,
+    add_flag,
+    add_host,
     add_limits,
+    add_list,
+    add_max_rows,
+    add_port,
     add_set,
+    add_stop_with_stdin,
     add_threads,
+    add_value,
     add_weights,
     at_least_one,
     check_device,
-    port_number,
     seconds,
     share,
     url,
@@ -33,6 +39,7 @@ from shoal.cli.ui.values import (
 
 if TYPE_CHECKING:
     from shoal.net.s3_store import Credentials
+    from shoal.rollout.engine.drafting import DraftSettings
     from shoal.swarm.validator.decode_replay import DecodeReplay
     from shoal.wire.run_spec import RunSpec
 
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 
 
 def add_roles(commands: Commands) -> None:
+    """Adds coordinator, trainer, relay, worker and validator."""
     _add_coordinator(commands)
     _add_trainer(commands)
     _add_relay(commands)
@@ -49,32 +57,20 @@ def add_roles(commands: Commands) -> None:
 
 
 def _add_coordinator(commands: Commands) -> None:
-    parser = commands.add_parser("coordinator", help="issue leases, take submissions, keep the ledger")
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE.toml",
-        help="one run file, or several: each run then has a folder with its name under --dir",
-    )
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        help="postgresql://..., instead of the run file's; several coordinators may share it",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="the noise file of one run, instead of the run file's",
-    )
+    words = "issue leases, take submissions, keep the ledger"
+    parser = add_command(commands, "coordinator", words, coordinator)
+    words = "one run file, or several: each run then has a folder with its name under --dir"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.toml", help=words)
+    words = "postgresql://..., instead of the run file's; several coordinators may share it"
+    parser.add_argument("--database", metavar="URL", help=words)
+    words = "the noise file of one run, instead of the run file's"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=words)
     add_set(parser)
     _add_role_options(parser, port=8700)
-    parser.set_defaults(action=coordinator)
 
 
 def _add_trainer(commands: Commands) -> None:
-    parser = commands.add_parser("trainer", help="train on accepted groups and publish new versions")
+    parser = add_command(commands, "trainer", "train on accepted groups and publish new versions", trainer)
     parser.add_argument("file", type=Path, metavar="FILE.toml")
     parser.add_argument(
         "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
@@ -87,111 +83,66 @@ def _add_trainer(commands: Commands) -> None:
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=8701)
-    parser.set_defaults(action=trainer)
 
 
 def _add_relay(commands: Commands) -> None:
-    parser = commands.add_parser("relay", help="mirror new versions and serve them")
-    parser.add_argument(
-        "--key",
-        type=Path,
-        required=True,
-        help="the relay's own key, with its delegation.json beside it, as `shoal identity relay` writes them",
-    )
-    parser.add_argument(
-        "--upstream",
-        type=url,
-        action="append",
-        default=[],
-        help="origin or relay to mirror (default: the origin the coordinator names)",
-    )
+    parser = add_command(commands, "relay", "mirror new versions and serve them", relay)
+    words = "the relay's own key, with its delegation.json beside it, as `shoal identity relay` writes them"
+    parser.add_argument("--key", type=Path, required=True, help=words)
+    words = "origin or relay to mirror (default: the origin the coordinator names)"
+    add_list(parser, "--upstream", "URL", words, url)
     parser.add_argument(
         "--url", type=url, help="the URL at which workers reach this relay (default: the delegated one)"
     )
-    parser.add_argument(
-        "--max-gb",
-        type=above_zero,
-        help="disk space for versions; a relay that needs more keeps fewer versions (default: no limit)",
-    )
-    parser.add_argument(
-        "--mb-per-s", type=above_zero, help="most that is sent to one address (default: no limit)"
-    )
-    parser.add_argument(
-        "--private", action="store_true", help="serve only members of the run, who present a ticket"
-    )
-    parser.add_argument("--max-connections", type=at_least_one, default=2048, help="(default: 2048)")
-    parser.add_argument(
-        "--max-connections-per-address", type=at_least_one, default=512, help="(default: 512)"
-    )
+    words = "disk space for versions; a relay that needs more keeps fewer versions (default: no limit)"
+    parser.add_argument("--max-gb", type=above_zero, help=words)
+    words = "most that is sent to one address (default: no limit)"
+    parser.add_argument("--mb-per-s", type=above_zero, help=words)
+    add_flag(parser, "--private", "serve only members of the run, who present a ticket")
+    add_value(parser, "--max-connections", at_least_one, 2048)
+    add_value(parser, "--max-connections-per-address", at_least_one, 512)
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
-    parser.set_defaults(action=relay)
 
 
 def _add_worker(commands: Commands) -> None:
-    parser = commands.add_parser("worker", help="generate rollouts for a run")
-    parser.add_argument(
-        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
-    )
+    parser = add_command(commands, "worker", "generate rollouts for a run", worker)
+    add_max_rows(parser)
     add_engine_choice(parser)
     add_weights(parser)
     _add_torch_options(parser)
     add_limits(parser)
-    parser.add_argument(
-        "--no-prefetch", action="store_true", help="work on one lease at a time and fetch nothing ahead"
-    )
-    parser.add_argument(
-        "--lie",
-        metavar="KIND",
-        help="cheat in a named way, to see it caught; only against a coordinator on this machine",
-    )
+    add_flag(parser, "--no-prefetch", "work on one lease at a time and fetch nothing ahead")
+    words = "cheat in a named way, to see it caught; only against a coordinator on this machine"
+    parser.add_argument("--lie", metavar="KIND", help=words)
     _add_client_options(parser)
     _add_role_options(parser, port=None)
-    parser.set_defaults(action=worker)
 
 
 def _add_validator(commands: Commands) -> None:
-    parser = commands.add_parser("validator", help="check submissions and give verdicts")
+    parser = add_command(commands, "validator", "check submissions and give verdicts", validator)
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
-    parser.add_argument(
-        "--allow-limits-sandbox",
-        action="store_true",
-        help="grade programs even where they can read this user's files (also: SHOAL_ALLOW_LIMITS_SANDBOX=1)",
-    )
-    parser.add_argument(
-        "--max-loaded", type=at_least_one, help="versions in memory (default: as many as fit, at most 3)"
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        type=at_least_one,
-        help="tokens that are computed at once (default: what fits into half of the free memory)",
-    )
-    parser.add_argument(
-        "--fetch-s",
-        type=seconds,
-        help="seconds to try for a version before work on it is void (default: 120, more for a large model)",
-    )
-    parser.add_argument(
-        "--replay",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of submissions of this kind of machine that is decoded again and compared bit for bit (default: 0)",
-    )
+    words = "grade programs even where they can read this user's files (also: SHOAL_ALLOW_LIMITS_SANDBOX=1)"
+    add_flag(parser, "--allow-limits-sandbox", words)
+    words = "versions in memory (default: as many as fit, at most 3)"
+    parser.add_argument("--max-loaded", type=at_least_one, help=words)
+    words = "tokens that are computed at once (default: what fits into half of the free memory)"
+    parser.add_argument("--batch-tokens", type=at_least_one, help=words)
+    words = "seconds to try for a version before work on it is void (default: 120, more for a large model)"
+    parser.add_argument("--fetch-s", type=seconds, help=words)
+    words = "share of submissions of this kind of machine that is decoded again and compared bit for bit"
+    add_value(parser, "--replay", share, 0.0, words, metavar="SHARE")
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=None)
-    parser.set_defaults(action=validator)
 
 
 def _add_role_options(parser: argparse.ArgumentParser, *, port: int | None) -> None:
     parser.add_argument("--dir", type=Path, required=True, help="this role's folder")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
+    add_stop_with_stdin(parser)
     if port is not None:
-        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-        parser.add_argument(
-            "--port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
-        )
+        add_host(parser)
+        add_port(parser, port)
 
 
 def _add_torch_options(parser: argparse.ArgumentParser) -> None:
@@ -201,12 +152,7 @@ def _add_torch_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_client_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", type=url, required=True, metavar="URL", help="the coordinator's URL")
-    parser.add_argument(
-        "--deadline-s",
-        type=seconds,
-        default=900.0,
-        help="seconds to wait for another role before giving up (default: 900)",
-    )
+    add_value(parser, "--deadline-s", seconds, 900.0, "seconds to wait for another role before giving up")
 
 
 # -- roles --------------------------------------------------------------------------------------------------
@@ -226,7 +172,7 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(
             "--database, --calibration and --set are for one run; with several, each run file names its own"
         )
-    credentials = _credentials(os.environ)
+    credentials = _credentials()
     runs = [
         Hosting(
             config=file.coordinator.model_copy(update={"database": options.database})
@@ -243,14 +189,14 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     return _exit_code(stop)
 
 
-def _credentials(environ: Mapping[str, str]) -> "Credentials | None":
+def _credentials() -> "Credentials | None":
     """Returns the object store's credentials from the environment variables that S3 tools use."""
     from shoal.net.s3_store import Credentials
 
-    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not access or not secret:
         return None
-    token = environ.get("AWS_SESSION_TOKEN", "")
+    token = os.environ.get("AWS_SESSION_TOKEN", "")
     return Credentials(access_key=access, secret_key=secret, session_token=token)
 
 
@@ -263,7 +209,10 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
 
     device = _device_of_rank(options.device)
     check_device(device)
-    _check_public_url(options)
+    if options.url is None and options.host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"--host {options.host} listens on every address of this machine; give --url, the one that others should use"
+        )
     file = load_run_file(options.file, overrides=options.set)
     check_peer_join(options.peer_join, file.trainer.diloco)
     measure_noise = None
@@ -331,21 +280,13 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.rollout.worker.limits import ResourceLimits, limit_cores, limit_memory
 
     num_cores = limit_cores(options.cores)
-    from shoal.rollout.engine.drafting import DraftSettings
-    from shoal.rollout.engine.selection import check_engine
+    from shoal.cli.run.confined_worker import LIMITS
     from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
     limit_memory(options.memory_gb, options.device)
-    draft = DraftSettings.parse(options.draft, options.draft_rows, options.device)
-    check_engine(
-        options.engine,
-        device=options.device,
-        tensor_parallel=options.tensor_parallel,
-        weights=options.weights,
-        draft=draft,
-    )
+    draft = check_engine_options(options)
     behaviour = None
     if options.lie:
         from shoal.rollout.adversary.lies import make_behaviour
@@ -363,13 +304,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         num_threads=options.threads or (num_cores if options.cores else 0),
         deadline_s=options.deadline_s,
         prefetch=not options.no_prefetch,
-        limits=ResourceLimits(
-            cores=options.cores,
-            memory_gb=options.memory_gb,
-            disk_gb=options.disk_gb,
-            download_mbit=options.download_mbit,
-            upload_mbit=options.upload_mbit,
-        ),
+        limits=ResourceLimits(**{name: getattr(options, name) for name in LIMITS}),
     )
     codes = {
         WorkerExit.FINISHED: EXIT_OK,
@@ -421,6 +356,22 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
 # -- what roles share ---------------------------------------------------------------------------------------
 
 
+def check_engine_options(options: argparse.Namespace) -> "DraftSettings | None":
+    """Returns the settings of --draft. Raises ValueError if this machine cannot run the worker's engine."""
+    from shoal.rollout.engine.drafting import DraftSettings
+    from shoal.rollout.engine.selection import check_engine
+
+    draft = DraftSettings.parse(options.draft, options.draft_rows, options.device)
+    check_engine(
+        options.engine,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
+        weights=options.weights,
+        draft=draft,
+    )
+    return draft
+
+
 def limit_thread_spinning() -> None:
     """Makes OpenMP threads sleep soon while they wait for each other. Call it before torch is imported.
 
@@ -441,10 +392,3 @@ def _device_of_rank(name: str) -> str:
     if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return name
     return f"cuda:{os.environ['LOCAL_RANK']}"
-
-
-def _check_public_url(options: argparse.Namespace) -> None:
-    if options.url is None and options.host in ("0.0.0.0", "::"):
-        raise ValueError(
-            f"--host {options.host} listens on every address of this machine; give --url, the one that others should use"
-        )

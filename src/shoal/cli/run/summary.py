@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from shoal.cli.run.runfile import RunFile
-from shoal.cli.ui.values import best_version, held_out_means
+from shoal.cli.ui.values import best_version, completed_by_task, held_out_means
 from shoal.cli.ui.view import count_submissions, name_of, print_plainly, shown_trust
 from shoal.wire.ledger import TokenCounts
 from shoal.wire.messages import Evaluation, Stats
@@ -71,10 +71,7 @@ def format_sample(sample: Sample) -> str:
 
 def held_out(stats: Stats) -> dict[str, tuple[Evaluation, Evaluation]]:
     """Returns the first and the last complete result of each evaluation that has two or more, by its label."""
-    done: dict[str, list[Evaluation]] = {}
-    for evaluation in stats.evaluations:
-        if evaluation.complete:
-            done.setdefault(evaluation.task, []).append(evaluation)
+    done = completed_by_task(stats.evaluations)
     return {task: (results[0], results[-1]) for task, results in done.items() if len(results) >= 2}
 
 
@@ -116,21 +113,16 @@ def print_summary(
         f"  submissions       {counts['accepted']} accepted, {counts['refused']} refused, {counts['void']} void",
     ]
     lines += _arithmetic(file, stats.tokens)
-    for node in stats.nodes:
-        lines.append(
-            f"  {name_of(node, names):<40} {shown_trust(node):<12} credit {node.credit:>10,}   accepted {node.accepted}, refused {node.rejected}, void {node.void}"
-        )
-    lines.append(
-        f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/"
-    )
-    lines.append(
-        f"  model             {folder / 'model'}: the newest version, for transformers or `shoal chat {folder}`"
-    )
-    lines.append(
-        f"  plot              {folder / 'reward.png'}"
-        if plotted
-        else "  plot              none: pip install 'shoal-rl[plot]'"
-    )
+    lines += [
+        f"  {name_of(node, names):<40} {shown_trust(node):<12} credit {node.credit:>10,}   accepted {node.accepted}, refused {node.rejected}, void {node.void}"
+        for node in stats.nodes
+    ]
+    picture = folder / "reward.png" if plotted else "none: pip install 'shoal-rl[plot]'"
+    lines += [
+        f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/",
+        f"  model             {folder / 'model'}: the newest version, for transformers or `shoal chat {folder}`",
+        f"  plot              {picture}",
+    ]
     print_plainly(console, "\n".join(lines))
 
 

@@ -39,21 +39,20 @@ FINAL_CODES = {EXIT_OK, EXIT_USAGE, EXIT_EJECTED}
 """A role that ends with one of these is not restarted."""
 
 
-class RunFailed(Exception):
+class RoleError(Exception):
+    """A role ended. `trace` is the traceback at the end of its log, if there is one; `describe_error` prints it above the message."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class RunFailed(RoleError):
     """The run cannot continue. The message says why, and which log to read."""
 
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
-        """The traceback at the end of the role's log, if there is one; `describe_error` prints it above the message."""
 
-
-class RoleStopped(ValueError):
+class RoleStopped(RoleError, ValueError):
     """A role ended with an error that its owner must correct."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
 
 
 @dataclass

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shoal.cli.run.local import default_folder, run
@@ -38,11 +38,11 @@ class SweepRow:
 def sweep(options: argparse.Namespace, stop: threading.Event) -> int:
     """Runs every combination, prints a table and writes it as JSON. The exit code is 0 if every run ended as its file expects."""
     runs = combinations(options.set)
-    name = load_run_file(options.file, overrides=runs[0]).run.name
+    file = load_run_file(options.file, overrides=runs[0])
     rows: list[SweepRow] = []
     codes: set[int] = set()
     for number, settings in enumerate(runs, start=1):
-        one = plan_run(options, name, number, settings)
+        one = plan_run(options, file.run.name, number, settings)
         print(f"run {number} of {len(runs)}: {' '.join(settings)}", flush=True)
         failure = ""
         try:
@@ -58,12 +58,9 @@ def sweep(options: argparse.Namespace, stop: threading.Event) -> int:
             rows.append(read_row(one.dir, " ".join(settings), failure))
     if rows:
         print(format_rows(rows))
-        out = (options.dir or default_folder(load_run_file(options.file, overrides=runs[0]))).with_name(
-            f"{name}-sweep.json"
-        )
-        write_bytes_atomically(
-            out, json.dumps([asdict(row) for row in rows], indent=1).encode(), durable=False
-        )
+        out = (options.dir or default_folder(file)).with_name(f"{file.run.name}-sweep.json")
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        write_bytes_atomically(out, text.encode(), durable=False)
         print(f"  as JSON           {out}")
     return EXIT_OK if codes <= {EXIT_OK} else EXIT_FAILED
 
@@ -83,22 +80,21 @@ def plan_run(
 
 def read_row(folder: Path, settings: str, failure: str) -> SweepRow:
     """Reads the figures of a run that has ended."""
+    row = SweepRow(settings=settings, folder=str(folder), failure=failure)
     try:
         with RunFolder(folder) as found:
             history = found.history()
-            means = held_out_means(history.evaluations)
-            best = best_version(means) if means else None
     except ValueError as error:
-        return SweepRow(settings=settings, folder=str(folder), failure=failure or str(error))
-    return SweepRow(
-        settings=settings,
-        folder=str(folder),
+        return replace(row, failure=failure or str(error))
+    means = held_out_means(history.evaluations)
+    best = best_version(means) if means else None
+    return replace(
+        row,
         first=means[min(means)] if means else None,
         last=means[max(means)] if means else None,
         best=None if best is None else means[best],
         best_version=best,
         reward=history.steps[-1].reward_mean if history.steps else None,
-        failure=failure,
     )
 
 

@@ -131,9 +131,8 @@ class JoinView:
     def _earned(self, now_s: float) -> str:
         node = None if self._answer is None else self._answer[1]
         if self._answer is not None and self._first_credit is None:
-            self._first_credit = (
-                0 if node is None else node.credit
-            )  # a node that is not known yet has no credit
+            # A node that is not known yet has no credit.
+            self._first_credit = 0 if node is None else node.credit
         if node is None:
             return "credit: none yet; the first accepted lease earns some"
         gained, spent_s = node.credit - (self._first_credit or 0), now_s - self._began_s

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.ui.values import completed_by_task
 from shoal.files import write_bytes_atomically
 from shoal.wire.messages import History
 
@@ -23,20 +24,19 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
         color="#9bb7d4",
         label="training batches",
     )
-    done = [evaluation for evaluation in history.evaluations if evaluation.complete]
-    titles = list(dict.fromkeys(evaluation.task for evaluation in done))
-    for place, task in enumerate(titles or [""]):
-        own = [evaluation for evaluation in done if evaluation.task == task]
+    done = completed_by_task(history.evaluations) or {"": []}
+    for place, (task, own) in enumerate(done.items()):
         axes.plot(
             [evaluation.version for evaluation in own],
             [evaluation.reward_mean for evaluation in own],
             "o-",
             color=HELD_OUT_COLOURS[place % len(HELD_OUT_COLOURS)],
-            label=f"held-out prompts: {task}" if len(titles) > 1 else "held-out prompts",
+            label=f"held-out prompts: {task}" if len(done) > 1 else "held-out prompts",
         )
     axes.set_xlabel("policy version")
     axes.set_ylabel("mean reward")
-    rewards = [step.reward_mean for step in history.steps] + [one.reward_mean for one in done]
+    rewards = [step.reward_mean for step in history.steps]
+    rewards += [evaluation.reward_mean for own in done.values() for evaluation in own]
     axes.set_ylim(min(0.0, *rewards, 0.0), 1.02 * max(1.0, *rewards, 1.0))
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -64,9 +64,7 @@ def plot_losses(metrics: Path, path: Path, title: str) -> bool:
             steps[event["step"]] = event["loss"]
         elif event["event"] == "round" and event["validation"] is not None:
             rounds[event["step"]] = event["validation"]
-    if not steps and not rounds:
-        return False
-    if (drawing := _new_figure()) is None:
+    if not (steps or rounds) or (drawing := _new_figure()) is None:
         return False
     figure, axes = drawing
     for points, look in (

@@ -9,13 +9,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from shoal.wire.messages import Evaluation
 
 MAX_NEW_TOKENS = 256
 """Longest answer of `shoal eval` and `shoal data filter`, unless a run or an option says otherwise."""
+DTYPES = ("float32", "bfloat16")
 Z_95 = 1.959964
 """Standard deviations on each side of a 95 % interval."""
 
@@ -38,6 +39,8 @@ ADMIN_ACTIONS = {
 Commands: TypeAlias = (
     "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
 )
+Options: TypeAlias = "argparse._ActionsContainer"
+"""A parser, or a group of its options."""
 Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
 """The function of a command: takes its options, stops early if the event is set, and returns the exit code."""
 
@@ -138,27 +141,79 @@ def _number(text: str) -> float:
         return -1.0
 
 
+# -- commands and options: how they are declared ------------------------------------------------------------
+
+
+def add_command(
+    commands: Commands, name: str, words: str, action: Action | None = None
+) -> argparse.ArgumentParser:
+    """Adds a command and the function that it calls; one with subcommands of its own calls none."""
+    parser = commands.add_parser(name, help=words)
+    if action is not None:
+        parser.set_defaults(action=action)
+    return parser
+
+
+def add_subcommands(commands: Commands, name: str, words: str) -> Commands:
+    """Adds a command that needs a subcommand, and returns what the subcommands are added to."""
+    return commands.add_parser(name, help=words).add_subparsers(metavar="ACTION", required=True)
+
+
+def add_flag(parser: Options, name: str, words: str) -> None:
+    """Adds an option without a value."""
+    parser.add_argument(name, action="store_true", help=words)
+
+
+def add_value(
+    parser: Options, name: str, kind: Callable[[str], object], default: object, words: str = "", **more: Any
+) -> None:
+    """Adds an option with a default, which its help names at the end."""
+    shown = f"{default:g}" if isinstance(default, float) else default
+    parser.add_argument(name, type=kind, default=default, help=f"{words} (default: {shown})".lstrip(), **more)
+
+
+def add_list(
+    parser: Options, name: str, metavar: str, words: str, kind: Callable[[str], object] = str
+) -> None:
+    """Adds an option that may be given several times."""
+    parser.add_argument(name, type=kind, action="append", default=[], metavar=metavar, help=words)
+
+
 # -- options that several commands share --------------------------------------------------------------------
 
 
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
+def add_run_argument(parser: Options) -> None:
     parser.add_argument(
         "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+def add_json(parser: Options) -> None:
+    add_flag(parser, "--json", "print the result as JSON")
 
 
-def add_device(parser: argparse.ArgumentParser, what: str = "where the model runs") -> None:
-    parser.add_argument(
-        "--device", default="cpu", help=f"{what}: cpu, cuda (also AMD's ROCm) or mps (default: cpu)"
-    )
+def add_stop_with_stdin(parser: Options) -> None:
+    add_flag(parser, "--stop-with-stdin", "stop when standard input ends")
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: Options, what: str = "where the model runs") -> None:
+    add_value(parser, "--device", str, "cpu", f"{what}: cpu, cuda (also AMD's ROCm) or mps")
+
+
+def add_threads(parser: Options) -> None:
     parser.add_argument("--threads", type=count, default=0, help="torch threads (default: 0, torch chooses)")
+
+
+def add_max_rows(parser: Options, words: str = "rows decoded at once") -> None:
+    add_value(parser, "--max-rows", at_least_one, 64, words)
+
+
+def add_host(parser: Options, words: str = "address to listen on", name: str = "--host") -> None:
+    add_value(parser, name, str, "127.0.0.1", words)
+
+
+def add_port(parser: Options, port: int, name: str = "--port", words: str = "") -> None:
+    add_value(parser, name, port_number, port, f"{words}0 takes any free port")
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -167,47 +222,29 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cores", type=at_least_one, metavar="N", help="CPU cores; torch gets as many threads"
     )
-    group.add_argument(
-        "--memory-gb",
-        type=above_zero,
-        metavar="GB",
-        help="memory: of the machine, or of the GPU with --device cuda",
-    )
-    group.add_argument(
-        "--disk-gb", type=above_zero, metavar="GB", help="disk space for versions of the weights"
-    )
-    group.add_argument(
-        "--download-mbit", type=above_zero, metavar="MBIT", help="megabits per second for weights"
-    )
-    group.add_argument(
-        "--upload-mbit", type=above_zero, metavar="MBIT", help="megabits per second for results"
-    )
+    for name, unit, words in (
+        ("--memory-gb", "GB", "memory: of the machine, or of the GPU with --device cuda"),
+        ("--disk-gb", "GB", "disk space for versions of the weights"),
+        ("--download-mbit", "MBIT", "megabits per second for weights"),
+        ("--upload-mbit", "MBIT", "megabits per second for results"),
+    ):
+        group.add_argument(name, type=above_zero, metavar=unit, help=words)
 
 
-def add_set(parser: argparse.ArgumentParser, words: str = "") -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace a key of the run file, such as trainer.learning_rate=1e-5; may be repeated" + words,
-    )
+def add_set(parser: Options, words: str = "") -> None:
+    words = "replace a key of the run file, such as trainer.learning_rate=1e-5; may be repeated" + words
+    add_list(parser, "--set", "KEY=VALUE", words)
 
 
-def add_engine_choice(parser: argparse.ArgumentParser) -> None:
+def add_engine_choice(parser: Options) -> None:
     parser.add_argument(
         "--engine",
         choices=("torch", "vllm"),
         default="torch",
         help="what generates (default: torch); vllm is an extra package",
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=at_least_one,
-        default=1,
-        metavar="GPUS",
-        help="GPUs that share one model; with vllm only (default: 1)",
-    )
+    words = "GPUs that share one model; with vllm only"
+    add_value(parser, "--tensor-parallel", at_least_one, 1, words, metavar="GPUS")
     parser.add_argument(
         "--draft",
         metavar="lookup|FOLDER",
@@ -221,7 +258,7 @@ def add_engine_choice(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_weights(parser: Options) -> None:
     parser.add_argument(
         "--weights",
         choices=("int8", "fp8"),
@@ -229,31 +266,23 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_compute_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)"
-    )
+def add_compute_options(parser: Options) -> None:
+    add_value(parser, "--dtype", str, "float32", choices=DTYPES)
     add_device(parser)
     add_threads(parser)
 
 
-def add_task_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_task_options(parser: Options, *, required: bool) -> None:
     parser.add_argument(
         "--task", metavar="NAME", required=required, help="the task; `shoal tasks` lists them"
     )
     add_task_settings(parser)
 
 
-def add_task_settings(parser: argparse.ArgumentParser) -> None:
+def add_task_settings(parser: Options) -> None:
     """Adds the options and length budgets of a task that is named elsewhere."""
-    parser.add_argument(
-        "--option",
-        type=option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the task; may be repeated: digits=2, path=gsm8k_train.jsonl",
-    )
+    words = "an option of the task; may be repeated: digits=2, path=gsm8k_train.jsonl"
+    add_list(parser, "--option", "KEY=VALUE", words, option)
     parser.add_argument(
         "--budgets",
         type=at_least_one,
@@ -262,15 +291,11 @@ def add_task_settings(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="answer lengths; each prompt asks for one of them",
     )
-    parser.add_argument(
-        "--budget-alpha",
-        type=above_zero,
-        default=0.0003,
-        help="reward lost for each token above or below the budget (default: 0.0003)",
-    )
+    words = "reward lost for each token above or below the budget"
+    add_value(parser, "--budget-alpha", above_zero, 0.0003, words)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: Options) -> None:
     parser.add_argument(
         "--max-new-tokens",
         type=at_least_one,
@@ -281,16 +306,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         help="0.0001 is nearly greedy (default: 1; for a run's version, as the run file says)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="chooses the problems and the samples (default: 0)"
-    )
+    add_value(parser, "--seed", int, 0, "chooses the problems and the samples")
     add_generation_options(parser)
 
 
-def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
-    )
+def add_generation_options(parser: Options, max_rows: str = "rows decoded at once") -> None:
+    """Adds the options of an engine. `max_rows` is the help of --max-rows."""
+    add_max_rows(parser, max_rows)
     add_engine_choice(parser)
     add_compute_options(parser)
 
@@ -329,6 +351,15 @@ def held_out_means(evaluations: Iterable["Evaluation"]) -> dict[int, float]:
         for version, results in sorted(found.items())
         if len(results) == most
     }
+
+
+def completed_by_task(evaluations: Iterable["Evaluation"]) -> dict[str, list["Evaluation"]]:
+    """Returns the complete held-out evaluations of each label, in order."""
+    found: dict[str, list[Evaluation]] = {}
+    for one in evaluations:
+        if one.complete:
+            found.setdefault(one.task, []).append(one)
+    return found
 
 
 def best_version(means: Mapping[int, float]) -> int:

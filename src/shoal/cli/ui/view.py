@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,88 +16,81 @@ from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.messages import NodeView, Stats
 
 LINE_EVERY_S, QUIET_LINE_S = 3.0, 60.0
+"""Least and most seconds between two lines. The time doubles while no new version appears."""
 STALLED_S, STALLED_STEPS = 10.0, 4
 """A run is stalled if no version came for both this many seconds and this many times the usual step."""
-"""Least and most seconds between two lines. The time doubles while no new version appears."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 BAR_WIDTH = 20
 
 
-class View(Protocol):
-    """Shows a run's state as it changes, and sentences about events."""
-
-    def show(self, stats: Stats) -> None: ...
-
-    def say(self, sentence: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def make_view(names: Mapping[str, str], console: Console) -> View:
+def make_view(names: Mapping[str, str], console: Console) -> "View":
     """Returns a view for the console. `names` maps node ids to display names and may grow while the view is open."""
     return LiveView(names, console) if console.is_terminal else LineView(names, console)
 
 
-class LineView:
-    """Prints plain lines, for logs and pipes."""
+class View:
+    """Shows a run's state as it changes, and sentences about events."""
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
-        self._console = console
-        self._last_s, self._pause_s = float("-inf"), LINE_EVERY_S
-        self._version: int | None = None
+        self._names, self._console = names, console
         self._changes, self._pace = ChangeLog(names), Pace()
 
     def show(self, stats: Stats) -> None:
+        """Says what has changed, and shows the state."""
         now_s = time.monotonic()
         self._pace.note(stats, now_s)
         for sentence in self._changes.since_last(stats):
             self.say(sentence)
+        self._show_state(stats, now_s)
+
+    def _show_state(self, stats: Stats, now_s: float) -> None:
+        raise NotImplementedError
+
+    def say(self, sentence: str) -> None:
+        """Prints a sentence with the time. Text without markup: a node chooses some of these words and could garble the terminal."""
+        text = Text(f"{time.strftime('%H:%M:%S')} {printable(sentence)}")
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+    def close(self) -> None:
+        """Ends the display."""
+
+
+class LineView(View):
+    """Prints plain lines, for logs and pipes."""
+
+    def __init__(self, names: Mapping[str, str], console: Console) -> None:
+        super().__init__(names, console)
+        self._last_s, self._pause_s = float("-inf"), LINE_EVERY_S
+        self._version: int | None = None
+
+    def _show_state(self, stats: Stats, now_s: float) -> None:
         if stats.newest_version != self._version:
             self._version, self._pause_s = stats.newest_version, LINE_EVERY_S
         if now_s - self._last_s >= self._pause_s:
             self._last_s, self._pause_s = now_s, min(QUIET_LINE_S, 2 * self._pause_s)
-            self.say(f"{self._pace.progress(stats)}  {headline(stats)}{self._note(stats, now_s)}")
-
-    def _note(self, stats: Stats, now_s: float) -> str:
-        shown = is_waiting(stats) or self._pace.stalled
-        return f"  ({self._pace.waiting(stats, now_s)})" if shown else ""
-
-    def say(self, sentence: str) -> None:
-        self._console.print(
-            f"{time.strftime('%H:%M:%S')} {printable(sentence)}", markup=False, soft_wrap=True
-        )
-
-    def close(self) -> None:
-        pass
+            waits = is_waiting(stats) or self._pace.stalled
+            note = f"  ({self._pace.waiting(stats, now_s)})" if waits else ""
+            self.say(f"{self._pace.progress(stats)}  {headline(stats)}{note}")
 
 
-class LiveView:
+class LiveView(View):
     """Redraws the headline and a table of nodes in place."""
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
-        self._names = names
-        self._changes, self._pace = ChangeLog(names), Pace()
+        super().__init__(names, console)
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
-    def show(self, stats: Stats) -> None:
-        now_s = time.monotonic()
-        self._pace.note(stats, now_s)
-        for sentence in self._changes.since_last(stats):
-            self.say(sentence)
-        # Text without markup or control characters: a node chooses some of these words and could garble the terminal.
+    def _show_state(self, stats: Stats, now_s: float) -> None:
         self._live.update(
             Group(
                 Text(self._pace.progress(stats), style="bold"),
                 Text(f"{headline(stats)}  {sparkline(self._pace.rewards)}"),
                 Text(self._pace.waiting(stats, now_s)),
-                node_table(stats, self._names, self._live.console.width),
+                node_table(stats, self._names, self._console.width),
             )
         )
-
-    def say(self, sentence: str) -> None:
-        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {printable(sentence)}"))
 
     def close(self) -> None:
         self._live.stop()
