@@ -11,7 +11,7 @@ copy); and after the step, for the publication before. Checkpoints are written i
 
 A crash is harmless at any point: the next process loads the last checkpoint, makes the versions since then again from the same
 batches, compares the last with what was published, and continues from the published weights (_TrainerRun._catch_up). With
-several sites merges cannot be made again, so there a version is checkpointed before it is served.
+several sites merges cannot be made again: a version is checkpointed before it is served, and taken over if that checkpoint is damaged.
 
 With several ranks this file runs on rank 0; the others run Lockstep.follow.
 """
@@ -360,6 +360,9 @@ class _TrainerRun:
         learner = self._lockstep.learner
         first = learner.version
         published = self._newest_published()
+        if self._sites is not None and learner.version < published:
+            self._lockstep.skip_to(published, is_here=self._publisher.open_version(published))
+            report = None
         while learner.version < published:
             report = self._step()
             self._log.info("version made again", version=learner.version, published=published)
@@ -417,18 +420,15 @@ class _TrainerRun:
 
     def _create_sites(self) -> None:
         """Creates the merger of updates, if the run has several sites. It does not connect yet."""
-        diloco = self._config.diloco
-        if diloco is None:
+        if (diloco := self._config.diloco) is None:
             return
         averager = make_averager(diloco, self._site.peer, self._spec.run, log=Log("sites"), stop=self._stop)
         self._sites = self._lockstep.create_sites(averager, metrics=self._metrics, stop=self._stop)
 
     def _tasks(self) -> tuple[TaskSpec, ...]:
         """Returns the run's tasks, after fetching their files to this machine."""
-        data = self._site.folder / "data"
-        fetch_files(
-            self._client, run_digests(self._spec, to_grade=False), data, deadline_s=self._site.deadline_s
-        )
+        data, digests = self._site.folder / "data", run_digests(self._spec, to_grade=False)
+        fetch_files(self._client, digests, data, deadline_s=self._site.deadline_s)
         return tuple(with_files_from(task, data) for task in self._spec.tasks)
 
     def _adapters_to_send(self) -> list[AdapterMatrices]:
