@@ -178,7 +178,7 @@ def test_the_dry_run_tries_the_file(tmp_path: Path) -> None:
     path = tmp_path / "test.toml"
     assert try_run(load(tmp_path, GOOD), path, starts=True) == []
     with pytest.raises(
-        ValueError, match=r"longest of 64 prompts has \d+ tokens; with .*raise row_tokens to at least"
+        ValueError, match=r"longest of 64 prompts has \d+ tokens .*; with .*raise row_tokens to at least"
     ):
         try_run(load(tmp_path, GOOD.replace("length = 4", 'length = 4, style = "chat"')), path, starts=True)
     create_model("tiny", tmp_path / "model", seed=0)
@@ -211,11 +211,26 @@ def test_the_longest_prompt_of_a_data_set_is_found_wherever_it_is(tmp_path: Path
     path = tmp_path / "test.toml"
     with pytest.raises(
         ValueError,
-        match=r"longest of 400 prompts .* positions of .*leave long prompts out \(the option max_chars",
+        match=r"longest of 400 prompts has .*row 334 of .* positions of .*leave long prompts out \(the option max_chars",
     ):
         try_run(load(tmp_path, text), path, starts=True)
     shorter = text.replace('style = "bare"', 'style = "bare", max_chars = 100')
     assert try_run(load(tmp_path, shorter), path, starts=True) == []
+
+
+def test_the_longest_prompt_of_a_large_data_set_is_found(tmp_path: Path) -> None:
+    """Of 45,000 rows every third one was looked at; row 41,000 was not."""
+    create_model("tiny", tmp_path / "model", seed=0)
+    rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(45_000)]
+    rows[40_999]["question"] = "1 + " * 600 + "1 ="
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'name = "qa"\noptions = {{ path = "{data}", style = "bare" }}'
+    text = GOOD.replace('name = "sort"\noptions = { length = 4 }', task).replace(
+        '"tiny"', f'"{tmp_path / "model"}"'
+    )
+    with pytest.raises(ValueError, match=r"longest of 45000 prompts has .*row 41000 of .* positions"):
+        try_run(load(tmp_path, text), tmp_path / "test.toml", starts=True)
 
 
 @pytest.mark.parametrize(

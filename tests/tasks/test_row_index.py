@@ -86,6 +86,22 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     assert load(path).problem("train", 0), "from the user's cache folder"
 
 
+def test_a_folder_without_write_permission_stays_as_it_is_also_for_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows(40)), folder / "rows.parquet")
+    folder.chmod(0o555)
+    try:
+        first = load(folder / "rows.parquet").problem("train", 0)
+        assert [one.name for one in folder.iterdir()] == ["rows.parquet"]
+        monkeypatch.setattr(row_index, "_build", refuse_to_read)
+        assert load(folder / "rows.parquet").problem("train", 0) == first, "from the user's cache folder"
+    finally:
+        folder.chmod(0o755)
+
+
 def test_all_machines_of_a_run_leave_out_the_rows_that_the_coordinator_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

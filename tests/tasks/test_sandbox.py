@@ -539,6 +539,43 @@ def test_a_program_that_waits_for_a_processor_is_not_called_wrong() -> None:
         os.sched_setaffinity(0, processors)
 
 
+_HIDES_CHILDREN = """
+import os, signal, time
+WALL, began = 4.0, time.monotonic()
+def compute(until):
+    while time.monotonic() - began < until: pass
+look = WALL
+while True:
+    children = []
+    for _ in range(6):
+        pid = os.fork()
+        if not pid:
+            compute(look - 0.3)
+            os._exit(0)
+        children.append(pid)
+    compute(look - 0.3)
+    for pid in children:
+        os.waitpid(pid, 0)
+    compute(look + 0.2)
+    look = min(3 * WALL, max(WALL + time.monotonic() - began - time.process_time(), look + 0.2))
+"""
+"""Takes the processor from itself with child processes, and has none of them when its time seems to be up."""
+
+
+@pytest.mark.slow
+def test_a_program_that_hides_its_busy_children_is_wrong() -> None:
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(processors)})
+    server = SandboxServer(best_level())
+    try:
+        with server.start("script", _HIDES_CHILDREN, SandboxLimits(cpu_s=30, wall_s=4.0)) as one:
+            ended = one.wait()
+        assert ended.status == TIMED_OUT and not ended.starved
+    finally:
+        server.close()
+        os.sched_setaffinity(0, processors)
+
+
 def test_a_system_with_limits_only_refuses_programs_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "works", lambda level: level == "limits")
     monkeypatch.delenv(ALLOW_LIMITS, raising=False)

@@ -1,6 +1,7 @@
 """Two trainer sites in one process: each trains on its own batches, and after a merge both hold the same weights."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,17 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_coordinator import SmallCoordinator
 from tiny_learner import CONFIG, make_batch, make_learner, make_model
 
 from shoal.diloco.averaging.averager import AveragerSettings
 from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.diloco.transport.mesh import LocalHub
+from shoal.model.builtin import create_model
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.config import DilocoConfig
+from shoal.trainer.config import DilocoConfig, TrainerConfig
 from shoal.trainer.distributed.sites import Sites, make_averager
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.load_checkpoint import load_checkpoint
+from shoal.trainer.io.publisher import OriginAddress
+from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.trainer.optim.learner import Learner
 
 HERE = Path(__file__).parent
@@ -120,6 +125,75 @@ def test_the_state_shared_by_sites_is_in_the_checkpoint(tmp_path: Path) -> None:
     sites.close()
     its.close()
     assert checkpoints.close(30)
+
+
+def make_peer(hub: LocalHub) -> PeerAverager:
+    settings = AveragerSettings(gather_s=60.0, announce_s=0.2)
+    return PeerAverager(hub.mesh(), log=Log("test"), codec="fp32", settings=settings)
+
+
+def test_a_site_whose_newest_checkpoint_is_damaged_repeats_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has merged since the checkpoint before, and the other site has gone on: trained again, its weights would be older than the
+    state that it takes over, and the next merge would take back the other site's work."""
+    hub = LocalHub()
+    monkeypatch.setattr("shoal.trainer.loop.make_averager", lambda *_, **__: make_peer(hub))
+    config = TrainerConfig(
+        learning_rate=1e-3,
+        supervised_steps=0,
+        row_tokens=32,
+        rows_per_micro_batch=4,
+        diloco=DILOCO,
+    )
+    folder = tmp_path / "site"
+    with SmallCoordinator(last_version=2).serving() as coordinator, ThreadPoolExecutor(1) as pool:
+        site = TrainerSite(
+            folder=folder,
+            model="tiny",
+            coordinator_url=coordinator.url,
+            key=coordinator.trainer_key,
+            run_key=coordinator.run_key,
+            address=OriginAddress(),
+            deadline_s=60.0,
+        )
+        create_model("tiny", folder / "model", config.seed)
+        other = make_learner(folder / "model", CONFIG.model_copy(update={"diloco": DILOCO}))
+        other.sites = others = Sites(other, DILOCO, make_peer(hub), metrics=None, stop=threading.Event())
+        others.join()
+        began = threading.Event()
+        coordinator.before_announce = lambda told: began.set()
+
+        def train_with_the_site() -> None:
+            assert began.wait(120)
+            train(other, seed=1, steps=2)
+
+        job = pool.submit(train_with_the_site)
+        run_trainer(config, site, stop=threading.Event())
+        job.result(120)
+        train(other, seed=1, steps=2)
+        damage_newest(folder)
+        run_trainer(config, site, stop=threading.Event())
+    found = Checkpoints(folder / "checkpoints", keep=2, log=Log("test")).newest()
+    assert found is not None and found.state.version == 2
+    again, its = make_site(LocalHub(), folder / "model")
+    load_checkpoint(again, found)
+    assert its.state_dict()["round"] == others.state_dict()["round"] == 2
+    assert torch.equal(weights(again), weights(other)), "the merged weights, and nothing on top of them"
+    assert its.state_dict()["phase"] == 0
+    others.close()
+    its.close()
+    shutil.rmtree(folder / "versions")
+    damage_newest(folder)
+    with (
+        coordinator.serving(),
+        pytest.raises(ValueError, match="merges with other sites cannot be made again"),
+    ):
+        run_trainer(config, replace(site, coordinator_url=coordinator.url), stop=threading.Event())
+
+
+def damage_newest(folder: Path) -> None:
+    (max((folder / "checkpoints").glob("v*")) / "weights.safetensors").write_bytes(b"half a file")
 
 
 def test_torchft_needs_its_lighthouse() -> None:

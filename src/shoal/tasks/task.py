@@ -3,7 +3,7 @@
 import hashlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
@@ -38,6 +38,11 @@ class Problem:
     """Number of tokens that the prompt asks for, with a length budget."""
     messages: tuple[tuple[str, str], ...] = ()
     """Turns before the prompt, which is the last user's turn: `("system" | "user" | "assistant", text)`. For chat tasks."""
+
+    @property
+    def num_chars(self) -> int:
+        """Number of characters of all turns."""
+        return len(self.prompt) + sum(len(text) for _, text in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,19 @@ class Finite(Protocol):
     """A task with a known number of problems: seeds 0 .. size-1 give each once."""
 
     def size(self, split: Split) -> int: ...
+
+
+@runtime_checkable
+class PromptLengths(Protocol):
+    """A task that knows the lengths of its prompts without making its problems."""
+
+    def prompt_chars(self, split: Split) -> Sequence[int]:
+        """Returns the number of characters of each prompt, by its seed from 0; none if they are not known."""
+
+
+def prompt_chars(task: Task, split: Split) -> Sequence[int]:
+    """Returns what `PromptLengths.prompt_chars` does; none for other tasks."""
+    return task.prompt_chars(split) if isinstance(task, PromptLengths) else ()
 
 
 def problem_rng(seed: int, attempt: int) -> random.Random:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shoal.tasks.task import Finite, Problem, Reward, Split, Task, check_whole
+from shoal.tasks.task import Finite, Problem, Reward, Split, Task, check_whole, prompt_chars
 from shoal.wire.seeded_draw import problem_seeds
 
 REQUEST = " Think for {} tokens before giving a response."
@@ -52,6 +52,10 @@ class Budgeted:
         reward = self.task.reward(problem, text, num_tokens)
         assert problem.budget is not None, "the problem has no budget: it comes from another task"
         return replace(reward, value=reward.value - self.alpha * abs(problem.budget - num_tokens))
+
+    def prompt_chars(self, split: Split) -> Sequence[int]:
+        """Returns those of the task: the request is equally long in all of them, but for digits."""
+        return prompt_chars(self.task, split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,12 @@ class EachOnce:
 
     def size(self, split: Split) -> int:
         return len(self.chosen)
+
+    def prompt_chars(self, split: Split) -> Sequence[int]:
+        chars = prompt_chars(self.task, "train")
+        if split == "train" or not chars:
+            return chars
+        return [chars[number] for number in self.chosen]
 
     @cached_property
     def chosen(self) -> Sequence[int]:

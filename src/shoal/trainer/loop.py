@@ -11,7 +11,7 @@ copy); and after the step, for the publication before. Checkpoints are written i
 
 A crash is harmless at any point: the next process loads the last checkpoint, makes the versions since then again from the same
 batches, compares the last with what was published, and continues from the published weights (_TrainerRun._catch_up). With
-several sites merges cannot be made again, so there a version is checkpointed before it is served.
+several sites merges cannot be made again: a version is checkpointed before it is served, and taken over if that checkpoint is damaged.
 
 With several ranks this file runs on rank 0; the others run Lockstep.follow.
 """
@@ -369,6 +369,9 @@ class _TrainerRun:
         # Versions that others may have: announced, or served by the process before.
         known = (_fetch_info(self._client, self._site).newest_version, self._publisher.newest)
         published = max((version for version in known if version is not None), default=-1)
+        if self._sites is not None and learner.version < published:
+            self._lockstep.skip_to(published, is_here=self._publisher.open_version(published))
+            report = None
         while learner.version < published:
             report = self._step()
             self._log.info("version made again", version=learner.version, published=published)
@@ -420,8 +423,7 @@ class _TrainerRun:
 
     def _create_sites(self) -> None:
         """Creates the merger of updates, if the run has several sites. It does not connect yet."""
-        diloco = self._config.diloco
-        if diloco is None:
+        if (diloco := self._config.diloco) is None:
             return
         averager = make_averager(diloco, self._site.peer, self._spec.run, log=Log("sites"), stop=self._stop)
         self._sites = self._lockstep.create_sites(averager, metrics=self._metrics, stop=self._stop)

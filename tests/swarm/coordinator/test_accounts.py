@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 
+from shoal.cli.run.notices import LogFollower
 from shoal.net.http_client import Refused
 from shoal.net.rate_limit import Buckets, network_prefix
 from shoal.swarm.coordinator.housekeeping import tidy
@@ -205,6 +206,25 @@ def test_leases_given_back_are_limited_and_the_answer_says_why(roomy: SmallSwarm
     roomy.work(walker)
     # One loss has decayed, another is made up for by the accepted work.
     assert give_back_until_refused(walker)[0] == 2
+
+
+def test_the_operator_reads_that_uncertain_work_locks_a_node_out(
+    roomy: SmallSwarm, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """In the coordinator's log, from there in a notice, and in what `shoal top` shows: the node cannot know the cause."""
+    node = roomy.node()
+    for _ in range(8):
+        assert "gets no lease" not in caplog.text
+        roomy.work(node, "void.uncertain")
+    assert refusal(node.lease).code == "request.too_early"
+    (line,) = (line for line in caplog.messages if "gets no lease for" in line)
+    assert node.id[:16] in line and "calibration" in line and "shoal toploc prove" in line
+    follower = LogFollower(tmp_path)
+    (tmp_path / "coordinator.log").write_text(f"09:00:00 W {line}\n")
+    assert "shoal toploc prove" in follower.new_warnings()[0]
+    assert "the newest 8 verdicts are void.uncertain" in roomy.stats().waiting_for
+    roomy.work(roomy.node())
+    assert "void.uncertain" not in roomy.stats().waiting_for
 
 
 def test_losses_survive_a_restart(roomy: SmallSwarm) -> None:

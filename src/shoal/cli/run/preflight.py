@@ -14,7 +14,7 @@ from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Problem, Task, make_task
 from shoal.tasks.datasets.data_set import DataSet
 from shoal.tasks.datasets.hub_files import with_hub_files
-from shoal.tasks.task import Finite, Split
+from shoal.tasks.task import Finite, Split, prompt_chars
 from shoal.tasks.task_errors import pose_problem, try_task
 from shoal.tasks.wrapped_tasks import Budgeted
 from shoal.wire.run_spec import TaskSpec
@@ -22,7 +22,9 @@ from shoal.wire.run_spec import TaskSpec
 MEASURED_PROMPTS = 32
 """Prompts of each split whose length is measured in tokens: the longest by characters of those that were looked at."""
 MOST_PROMPTS = 20_000
-"""Prompts of each split that are looked at, of a task with a known number of them. 6,000 of GSM8K take 0.4 s."""
+"""Prompts of each split that are looked at, evenly many, of a task of another package with a known number of them."""
+SHOWN_CHARS = 60
+"""Characters by which a message names a prompt."""
 PROCESS_BYTES = 400e6
 """Memory of a process with torch, without weights."""
 KEPT_VERSIONS = 4
@@ -153,10 +155,14 @@ def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None, sp
 
     tokenizer: Tokenizer = CharTokenizer(ALPHABET) if folder is None else load_tokenizer(folder)
     splits: tuple[Split, ...] = ("train", "eval")
-    seeds = {split: _seeds_to_look_at(task, split) for split in splits}
-    num_prompts = sum(map(len, seeds.values()))
-    prompts = [problem for split in splits for problem in _longest_problems(task, split, seeds[split])]
-    longest = max((len(encode_problem(tokenizer, task, spec, problem)) for problem in prompts), default=0)
+    longest, where = 0, ""
+    found = {split: _longest_problems(task, split) for split in splits}
+    num_prompts = sum(count for _, count in found.values())
+    for split, seed in ((split, seed) for split, (seeds, _) in found.items() for seed in seeds):
+        problem = pose_problem(task, split, seed)
+        tokens = encode_problem(tokenizer, task, spec, problem)
+        if len(tokens) > longest:
+            longest, where = len(tokens), _name_of(task, split, seed, problem)
     sampling = file.sampling.of(spec)
     needed = longest + sampling.max_new_tokens
     positions = None if folder is None else read_model_limits(folder).max_positions
@@ -165,13 +171,13 @@ def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None, sp
         shorten = "leave long prompts out (the option max_chars of data sets)"
     if positions is not None and needed > positions:
         raise ValueError(
-            f"{path}: the longest of {num_prompts} prompts has {longest} tokens; with sampling.max_new_tokens = "
+            f"{path}: the longest of {num_prompts} prompts has {longest} tokens ({where}); with sampling.max_new_tokens = "
             f"{sampling.max_new_tokens} that is {needed}, more than the {positions} positions of {folder}; lower "
             f"max_new_tokens, {shorten} or choose another model"
         )
     if needed > file.trainer.row_tokens and spec in file.task:
         raise ValueError(
-            f"{path}: the longest of {num_prompts} prompts has {longest} tokens; with sampling.max_new_tokens = "
+            f"{path}: the longest of {num_prompts} prompts has {longest} tokens ({where}); with sampling.max_new_tokens = "
             f"{sampling.max_new_tokens} that is {needed}, more than trainer.row_tokens = {file.trainer.row_tokens}; raise "
             f"row_tokens to at least {needed}"
         )
@@ -183,22 +189,28 @@ def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None, sp
     return []
 
 
-def _seeds_to_look_at(task: Task, split: Split) -> range:
-    """Returns seeds of all problems of a task with a known number of them, or evenly many if there are too many.
+def _name_of(task: Task, split: Split, seed: int, problem: Problem) -> str:
+    """Returns how a message names a problem: its row in a data set, or how its prompt begins."""
+    data = task.task if isinstance(task, Budgeted) else task
+    if not isinstance(data, DataSet):
+        return f"{problem.prompt[:SHOWN_CHARS]!r}..."
+    path = data.eval_path if split == "eval" and data.eval_path else data.path
+    return f"row {data.entry(split, seed).number} of {path}"
 
-    A single prompt that is too long would end every worker that gets it.
+
+def _longest_problems(task: Task, split: Split) -> tuple[list[int], int]:
+    """Returns the seeds of the problems of a split with the most characters, and the number of problems that were looked at.
+
+    All of a data set are looked at: a single prompt that is too long would end every worker that gets it.
     """
+    if chars := prompt_chars(task, split):
+        return heapq.nlargest(MEASURED_PROMPTS, range(len(chars)), key=chars.__getitem__), len(chars)
     size = task.size(split) if isinstance(task, Finite) else 0
-    return range(0, size, -(-size // MOST_PROMPTS)) if size else range(MEASURED_PROMPTS)
-
-
-def _longest_problems(task: Task, split: Split, seeds: range) -> list[Problem]:
-    problems = (pose_problem(task, split, seed) for seed in seeds)
-    return heapq.nlargest(
-        MEASURED_PROMPTS,
-        problems,
-        key=lambda one: len(one.prompt) + sum(len(text) for _, text in one.messages),
+    seeds = range(0, size, -(-size // MOST_PROMPTS)) if size else range(MEASURED_PROMPTS)
+    longest = heapq.nlargest(
+        MEASURED_PROMPTS, seeds, key=lambda seed: pose_problem(task, split, seed).num_chars
     )
+    return longest, len(seeds)
 
 
 def local_folder(model: str) -> Path:

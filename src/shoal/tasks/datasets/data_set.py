@@ -23,7 +23,16 @@ import numpy as np
 
 from shoal.tasks.datasets.row_index import Array, IndexedFormat, RowIndex, read_rows
 from shoal.tasks.datasets.row_index import Row as Row
-from shoal.tasks.task import Problem, Reward, Split, Task, check_style, check_whole, is_held_out
+from shoal.tasks.task import (
+    Problem,
+    Reward,
+    Split,
+    Task,
+    check_style,
+    check_whole,
+    is_held_out,
+    prompt_chars,
+)
 from shoal.wire.run_spec import TaskSpec
 
 Style = Literal["chat", "direct", "bare"]
@@ -143,6 +152,10 @@ class DataSet:
 
     def size(self, split: Split) -> int:
         return len(self.split_rows.places[split])
+
+    def prompt_chars(self, split: Split) -> Sequence[int]:
+        found: list[int] = self.split_rows.indices[split].chars[self.split_rows.places[split]].tolist()
+        return found
 
     def entry(self, split: Split, seed: int) -> Entry:
         """Returns the row of this seed; raises ValueError if the split is empty."""
@@ -329,6 +342,11 @@ class Listed:
         if split == "eval":
             return self._task.problem("eval", seed)
         return self._problems[seed % len(self._problems)]
+
+    def prompt_chars(self, split: Split) -> Sequence[int]:
+        if split == "eval":
+            return prompt_chars(self._task, "eval")
+        return [problem.num_chars for problem in self._problems]
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         return self._task.reward(problem, text, num_tokens)

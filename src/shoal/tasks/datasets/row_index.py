@@ -208,6 +208,9 @@ def _build(path: Path, format: IndexedFormat, key: str, known_bad: frozenset[int
             return index
         for base in _cache_bases(path, key):
             with contextlib.suppress(OSError):  # a folder that cannot be written, or a full disk
+                # Root may write anywhere, but a folder without write permission must stay as it is.
+                if base.parent.exists() and not base.parent.stat().st_mode & 0o222:
+                    continue
                 if rows_bytes:
                     _copy_file(rows, base.with_name(f"{base.name}.rows"))
                 _write_cache(base, index, key, rows_bytes)

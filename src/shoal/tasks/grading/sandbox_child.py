@@ -45,6 +45,8 @@ MAX_FILES = 4096
 """Files and folders in the /tmp of a program. The kernel keeps each in memory, whatever its size."""
 DISK_WATCH_S = 0.1
 """Seconds between two looks at a program's files at the levels `user` and `limits`, where no /tmp of its own limits them."""
+LONGEST_LOOK_S = 0.2
+"""Longest time between two looks at how long a program waited for a processor."""
 MAX_STRETCH = 3
 """Times `wall_s` after which a program that waits for a processor is given up: the machine is too busy to grade it."""
 WARM = (
@@ -275,16 +277,23 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, 
     longest_s = MAX_STRETCH * job["wall_s"]
     give_up_s, waited_s = started_s + job["wall_s"], 0.0
     ready: set[int] = set()
-    look_s, over_disk = longest_s if job["level"] in _OWN_PROCESSES else DISK_WATCH_S, False
+    counted_by_kernel = job["level"] in _OWN_PROCESSES
+    disk_look_s = float("inf") if counted_by_kernel else started_s + DISK_WATCH_S
+    over_disk, before_s = False, None
     while not ready and not over_disk and now_s < give_up_s:
+        # At times that the program cannot know: it could otherwise end its own processes before each look.
+        look_s = LONGEST_LOOK_S * (1 + os.urandom(1)[0]) / 256
         ready = {fd for fd, _ in poll.poll(1000 * min(look_s, give_up_s - now_s) + 1)}
-        if not ready and job["level"] not in _OWN_PROCESSES:
+        if not ready and time.monotonic() >= disk_look_s:
             began_s = time.monotonic()
             over_disk = files.uses_more_than(job["folder"], uid, job["disk_bytes"], MAX_FILES)
             # A fifth of a processor at most: /tmp may hold many files of others.
-            look_s = max(DISK_WATCH_S, 4 * (time.monotonic() - began_s))
+            disk_look_s = time.monotonic() + max(DISK_WATCH_S, 4 * (time.monotonic() - began_s))
         # Time in which the program was ready to run, but the machine was busy with others, does not count.
-        waited_s = 0.0 if ready else _waited_s(init, job["proc"])
+        found_s = None if ready else _waited_s(init, job["proc"])
+        if found_s is not None and before_s is not None:
+            waited_s += found_s - before_s
+        before_s = found_s
         give_up_s = started_s + min(job["wall_s"] + waited_s, longest_s)
         now_s = time.monotonic()
     timed_out = not ready
@@ -298,17 +307,17 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, 
     return {"status": TIMED_OUT if timed_out else status, "starved": starved}
 
 
-def _waited_s(init: int, proc: int) -> float:
-    """Returns the seconds for which the program waited for a processor; 0 if its own threads or processes may have used it."""
+def _waited_s(init: int, proc: int) -> float | None:
+    """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it."""
     try:
         pids = _read_at(proc, f"{init}/task/{init}/children").split()
         if len(pids) != 1 or _read_at(proc, f"{pids[0]}/task/{pids[0]}/children").strip():
-            return 0.0
+            return None
         fields = _read_at(proc, f"{pids[0]}/status").partition("Threads:")[2].split()
         _, waited_ns, _ = _read_at(proc, f"{pids[0]}/schedstat").split()
     except OSError:
-        return 0.0  # it has just ended, or this kernel keeps no such counts
-    return int(waited_ns) / 1e9 if fields[:1] == ["1"] else 0.0
+        return None  # it has just ended, or this kernel keeps no such counts
+    return int(waited_ns) / 1e9 if fields[:1] == ["1"] else None
 
 
 def _read_at(proc: int, path: str) -> str:

@@ -139,6 +139,20 @@ class Lockstep:
         with self._command(Lockstep._follow_step, replace(batch, samples=()), BatchTensors.of(batch)):
             return self.learner.step(batch, self._stop)
 
+    def skip_to(self, version: int, *, is_here: bool) -> None:
+        """Sets the version without training; the caller takes over its published weights.
+
+        The updates since the checkpoint may be in the other sites' state already. Made again, they would count twice, and the next
+        merge would take back what the others have added since.
+        """
+        if not is_here:
+            raise ValueError(
+                f"the checkpoint has version {self.learner.version}, version {version} is published but its files are lost or damaged, "
+                "and merges with other sites cannot be made again; restore the folder `versions` or the newest checkpoint"
+            )
+        with self._command(Lockstep._skip_to, version):
+            self._skip_to(version)
+
     def snapshot(self, shard_folder: Path | None = None) -> LearnerSnapshot:
         """Copies the learner's state to host memory. With several ranks, each starts to write its shards to `shard_folder`."""
         with self._command(Lockstep._take_snapshot, shard_folder):
@@ -264,6 +278,9 @@ class Lockstep:
 
     def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
         load_checkpoint(self.learner, checkpoint)  # all ranks read the folder
+
+    def _skip_to(self, version: int) -> None:
+        self.learner.version = version
 
     def _warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
         made = [make_task(task) for task in tasks]

@@ -4,6 +4,7 @@ The rules are pure functions (rules/lease_account.py, rules/cumulative_evidence.
 a lease, so they survive a restart, and coordinators that share a database share them.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,9 +36,9 @@ from shoal.swarm.coordinator.rules.lease_account import (
     weight_of,
 )
 from shoal.swarm.coordinator.rules.lease_states import AWAITED
-from shoal.swarm.coordinator.store.schema import WITHOUT_VERDICT, accounts, leases, nodes
+from shoal.swarm.coordinator.store.schema import WITHOUT_VERDICT, accounts, leases, nodes, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import UNCERTAIN, Rejected
 from shoal.wire.lease import Verdict
 
 ACCOUNTS = TableStatements(accounts)
@@ -51,6 +52,9 @@ RUN = "run"
 """Name of the row with the run's baseline. That with the evidence about all new nodes is NEW_NODES."""
 NOISE = "noise"
 """Name of the row with what is known about the noise since the newest calibration."""
+MOST_COUNTED = 16
+"""Most verdicts that `uncertain_in_a_row` reads."""
+NO_FIT = "if the workers are honest, the calibration does not fit their kind of machine"
 
 _COUNT = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
 # Submitted ones too, until their verdict: new keys could otherwise submit junk faster than validators reject it.
@@ -112,6 +116,30 @@ def count_end(tx: Transaction, coordinator: Coordinator, lease: Row[Any], node: 
         row = _find(tx, coordinator, name, terms)
         account = after_delivery(row.account, terms) if accepted else after_loss(row.account, weight)
         _store(tx, row, account, row.evidence)
+        if code == UNCERTAIN and terms is NODE:
+            _warn_of_uncertain_work(tx, coordinator, node, account)
+
+
+def _warn_of_uncertain_work(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], account: LeaseAccount
+) -> None:
+    """Logs that a node gets no lease because of uncertain work: of an honest node that is a fault of the run, not of the node."""
+    wait = wait_s(account, NODE, coordinator.config.half_life_s())
+    if wait <= 0:
+        return
+    tx.after_commit(
+        lambda: coordinator.log.warning(
+            f"node {node.node[:16]} gets no lease for {wait:.0f} s: {account.lost:.1f} of its leases ended without valid work, the last "
+            f"one void.uncertain; {NO_FIT}: measure rows of it with `shoal toploc prove` and `calibrate`, and start another run with "
+            "calibration = FILE under [run] (docs/toploc.md, Calibration)"
+        )
+    )
+
+
+def uncertain_in_a_row(db: Connection) -> int:
+    """Returns how many of the newest verdicts are void.uncertain, without another one between them; MOST_COUNTED at most."""
+    query = select(verdicts.c.code).order_by(verdicts.c.given_at_s.desc()).limit(MOST_COUNTED)
+    return len(list(itertools.takewhile(lambda code: code == UNCERTAIN, db.execute(query).scalars())))
 
 
 def account_of(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:

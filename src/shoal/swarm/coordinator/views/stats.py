@@ -49,6 +49,8 @@ from shoal.wire.run_spec import PROTOCOL, RunSpec
 
 VALIDATOR_PATIENCE_S = 5.0
 """If no submission was claimed for this long, the queue waits for a validator to appear."""
+MANY_UNCERTAIN = 4
+"""Verdicts in a row that are void.uncertain; of honest work at most 1 in 100 is (rules/cumulative_evidence.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Situation:
     """Groups without signal that were accepted since the last batch."""
     noise_doubt: NoiseDoubt | None = None
     """Why the calibration may be old."""
+    uncertain_in_a_row: int = 0
+    """The newest verdicts, if they are void.uncertain."""
     eval_chunks: tuple[int, int] | None
     """Accepted chunks and all chunks of the newest version's evaluation."""
 
@@ -130,7 +134,7 @@ def _work_reason(now: Situation) -> str:
         held = f"; {_count(now.held_groups, 'group')} held until checked" if now.held_groups else ""
         unchecked = now.queued_checks + now.running_checks
         checks = f"; {_count(unchecked, 'submission')} at the validator" if unchecked else ""
-        doubt = _doubt(now.noise_doubt)
+        doubt = _doubt(now.noise_doubt) or _uncertain(now.uncertain_in_a_row)
         return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{checks}{dropped}{held}{doubt}"
     if not now.eval_workers:
         return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
@@ -145,6 +149,12 @@ def _doubt(doubt: NoiseDoubt | None) -> str:
         f"; {_count(doubt.submissions, 'submission')} of up to version {doubt.version} in doubt: their noise is {doubt.ratio:.2f} times "
         "the calibrated one, and the trainer measures it again"
     )
+
+
+def _uncertain(in_a_row: int) -> str:
+    if in_a_row < MANY_UNCERTAIN:
+        return ""
+    return f"; the newest {in_a_row} verdicts are void.uncertain: {accounts.NO_FIT} (docs/toploc.md, Calibration)"
 
 
 def _count(number: int, noun: str) -> str:
@@ -419,6 +429,7 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         batch_formed=newest is not None and is_formed(db, newest),
         dropped_groups=count_dropped(db),
         noise_doubt=noise_doubt(db, now_s),
+        uncertain_in_a_row=accounts.uncertain_in_a_row(db),
         eval_chunks=None if newest is None else evaluations.progress(db, newest),
     )
 
