@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.diloco.transport import mesh
-from shoal.diloco.transport.mesh import DirectLinks, LinkOffer, connect_direct, parse_offer
+from shoal.diloco.transport.mesh import DirectLinks, LinkOffer, connect_direct
 from shoal.diloco.transport.stream import EncryptedStream, Stream, StreamBroken
 from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
 
 HOST = "127.0.0.1"
 LARGE = bytes(range(256)) * 8192
@@ -42,7 +43,7 @@ def with_links(test: Callable[[DirectLinks], Awaitable[None]]) -> None:
 
 def test_frames_go_both_ways_and_the_link_belongs_to_the_offered_peer() -> None:
     async def test(links: DirectLinks) -> None:
-        stream = await connect_direct(HOST, parse_offer(links.offer("anna").canonical()), peer="bert")
+        stream = await connect_direct(HOST, LinkOffer.parse(links.offer("anna").canonical()), peer="bert")
         assert await stream.receive() == b"anna" and stream.peer == "bert"
         for payload in (b"", b"x", LARGE):
             await stream.send(payload)
@@ -190,8 +191,8 @@ def test_reordered_repeated_or_missing_frame_is_rejected(order: tuple[int, ...])
     [b"noise", b"{}", b'{"port":1,"token":"","keys":[]}', b'{"port":70000,"token":"","keys":[]}'],
 )
 def test_malformed_offer_is_refused(payload: bytes) -> None:
-    with pytest.raises(StreamBroken, match="malformed link offer"):
-        parse_offer(payload)
+    with pytest.raises(Rejected, match="LinkOffer"):
+        LinkOffer.parse(payload)
 
 
 def offer(port: int) -> LinkOffer:

@@ -127,6 +127,7 @@ class DiLoCo(Optimizer):
         self._samples = 0.0
         fragments = fragments_of(model, self.schedule.fragments)
         self._fragments = fragments if ranks.size == 1 else whole_fragments(fragments, ranks)
+        self._lengths = tuple(fragment.num_values for fragment in self._fragments)
         with self._releasing_ranks():
             first = tuple(fragment.read() for fragment in self._fragments)
         self.outer_state: OuterState = first_state(first)
@@ -138,8 +139,7 @@ class DiLoCo(Optimizer):
     def join(self, *, deadline_s: float = 600.0) -> bool:
         """Joins the swarm and adopts its state if that is newer; returns whether it was."""
         with self._releasing_ranks():
-            lengths = tuple(fragment.num_values for fragment in self._fragments)
-            fetched = self.averager.join(deadline_s=deadline_s, lengths=lengths)
+            fetched = self.averager.join(deadline_s=deadline_s, lengths=self._lengths)
             adopted = fetched is not None and fetched.state.work > self.outer_state.work
             if fetched is not None and (adopted or not self.steps):
                 self._adopt(fetched, keep_work=self.keep_local_work)
@@ -193,10 +193,9 @@ class DiLoCo(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a `state_dict`. Call it before `join`, with the model's weights of the same step loaded."""
         theirs = tuple(len(base) for base in state_dict["bases"])
-        ours = tuple(fragment.num_values for fragment in self._fragments)
-        if theirs != ours:
+        if theirs != self._lengths:
             raise ValueError(
-                f"the checkpoint has fragments of {theirs} values, this model {ours}: another model, or another number of "
+                f"the checkpoint has fragments of {theirs} values, this model {self._lengths}: another model, or another number of "
                 "fragments; use those of the checkpoint, or start in another folder"
             )
         self.inner.load_state_dict(state_dict["inner"])
@@ -312,10 +311,9 @@ class DiLoCo(Optimizer):
     def _adopt(self, fetched: FetchedState, *, keep_work: bool) -> None:
         """Replaces this site's state by the swarm's. `keep_work`: what was trained since the last round is added to it."""
         theirs = tuple(len(base) for base in fetched.state.bases)
-        ours = tuple(fragment.num_values for fragment in self._fragments)
-        if theirs != ours:
+        if theirs != self._lengths:
             raise ValueError(
-                f"the swarm trains another model: fragments of {theirs} values, here {ours}; "
+                f"the swarm trains another model: fragments of {theirs} values, here {self._lengths}; "
                 "use the same model and the same number of fragments at every site"
             )
         for fragment, old_N, new_N in zip(

@@ -62,15 +62,12 @@ class FileBody(Protocol):
 
     def open(self) -> int:
         """Returns a file descriptor; raises Rejected if the file was deleted."""
-        ...
 
     async def ready(self, position: int) -> int | None:
         """Waits for bytes after `position`; returns the position up to which they may be sent, None if no more come."""
-        ...
 
     def sent(self, num_bytes: int) -> None:
         """Counts bytes that were sent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

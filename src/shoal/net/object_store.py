@@ -52,23 +52,18 @@ class ObjectStore(Protocol):
 
     def upload_url(self, declared: Declared) -> str:
         """Returns where to upload the bytes; "" means to the coordinator."""
-        ...
 
     def read_url(self, declared: Declared) -> str:
         """Returns where to read the bytes; "" means from the coordinator."""
-        ...
 
     def holds(self, declared: Declared) -> bool:
         """Returns whether the store has the object, complete."""
-        ...
 
     def remove(self, declared: Declared) -> None:
         """Deletes an object that will not be submitted."""
-        ...
 
     def close(self) -> None:
         """Closes connections."""
-        ...
 
 
 class LocalStore:

@@ -142,8 +142,7 @@ class PeerAverager:
         version = StateVersion(work=state.work, round=state.round, state_digest=digest)
 
         def replace() -> None:
-            self._served.replace(state, version)
-            self._served.set_progress(phase=phase, step=step)  # of the same moment: newcomers count from it
+            self._served.replace(state, version, phase=phase, step=step)
             self._leader.version = version
 
         self._served.in_round = False

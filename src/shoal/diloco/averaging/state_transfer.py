@@ -44,9 +44,10 @@ class ServedState:
         """Values per fragment; None until there is a state."""
         return None if self._held is None else tuple(len(base) for base in self._held[0].bases)
 
-    def replace(self, state: OuterState, version: StateVersion) -> None:
-        """Offers `state` from now on."""
+    def replace(self, state: OuterState, version: StateVersion, *, phase: int, step: int) -> None:
+        """Offers `state` from now on, with the progress of the same moment: newcomers count from it."""
         self._held = state, version
+        self.set_progress(phase=phase, step=step)
 
     def set_progress(self, *, phase: int, step: int) -> None:
         """Records the inner steps since the last round and in all."""
@@ -69,8 +70,8 @@ class ServedState:
             await stream.send(StateHeader(standing=None).canonical())
             return
         state, version = self._held
-        lengths = tuple(len(base) for base in state.bases)
         phase, step = self._phase_and_step
+        lengths = tuple(len(base) for base in state.bases)
         header = StateHeader(standing=version, lengths=lengths, phase=phase, step=step)
         await stream.send(header.canonical())
         for vector in (*state.bases, *state.momenta):

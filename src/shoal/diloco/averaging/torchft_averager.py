@@ -239,8 +239,8 @@ class TorchftAverager:
 
     def serve(self, state: OuterState, *, step: int, phase: int = 0) -> str:
         digest = state.digest()
-        self._served.replace(state, StateVersion(work=state.work, round=state.round, state_digest=digest))
-        self._served.set_progress(phase=phase, step=step)
+        version = StateVersion(work=state.work, round=state.round, state_digest=digest)
+        self._served.replace(state, version, phase=phase, step=step)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:

@@ -11,14 +11,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.diloco.averaging.averager import Averager
 from shoal.diloco.optimizer import DiLoCo, RoundReport
@@ -111,7 +111,7 @@ class Site:
             ranks.wait_for_all()
         self._optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
-        self._offered = OfferedRound(folder / "offered")
+        self._offered_file = folder / "offered"
 
     @property
     def optimizer(self) -> DiLoCo:
@@ -124,7 +124,7 @@ class Site:
         self._resume()
         self.optimizer.stop = self._stop
         self.optimizer.on_round = self._report_round
-        self.optimizer.on_offer = self._offered.write
+        self.optimizer.on_offer = self._record_offer
         adopted = self.optimizer.join(deadline_s=join_s)
         averager = self.optimizer.averager
         self.log.info("joined", peer=averager.peer, round=self.optimizer.outer_state.round)
@@ -245,6 +245,13 @@ class Site:
             self._save()
         progress.overhead_s += time.monotonic() - started_s
 
+    def _record_offer(self, round: int) -> None:
+        """Writes the number of a round to disk before this site's pseudo-gradient of it is sent to any peer.
+
+        Without it, a site that is killed between a round and its next checkpoint would contribute the same work twice.
+        """
+        write_bytes_atomically(self._offered_file, f"{round}\n".encode())
+
     def _validate(self) -> float:
         return validation_loss(
             self.model, self._held_out, batch=self.file.inner.micro_batch, device=self._device
@@ -307,7 +314,8 @@ class Site:
                 "give the site another --dir"
             )
         own = dict(self.model.named_parameters())
-        if shapes(kept["model"]) != shapes(own):
+        saved = {name: value.shape for name, value in kept["model"].items()}
+        if saved != {name: value.shape for name, value in own.items()}:
             raise ValueError(
                 "the checkpoint contains another model than the file names; give the site another --dir"
             )
@@ -319,13 +327,9 @@ class Site:
         if not isinstance(self._optimizer, DiLoCo):
             return
         # A pseudo-gradient offered after this checkpoint may be in the swarm's state: it must not count twice.
-        self.optimizer.keep_local_work = self._offered.read() < self.optimizer.outer_state.round
+        offered = int(self._offered_file.read_text()) if self._offered_file.exists() else -1
+        self.optimizer.keep_local_work = offered < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
-
-
-def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def inner_groups(model: nn.Module, inner: InnerSection) -> list[dict[str, Any]]:
@@ -395,24 +399,6 @@ class SiteCheckpoints:
     def _newest_first(self) -> list[Path]:
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name, reverse=True)
-
-
-class OfferedRound:
-    """The last round for which this site's pseudo-gradient was offered, on disk before it is sent to any peer.
-
-    Without it, a site that is killed between a round and its next checkpoint would contribute the same work twice.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, round: int) -> None:
-        """Records a round number durably."""
-        write_bytes_atomically(self._path, f"{round}\n".encode())
-
-    def read(self) -> int:
-        """Returns the recorded round number, or -1 if there is none."""
-        return int(self._path.read_text()) if self._path.exists() else -1
 
 
 def _digest(path: Path) -> str:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.diloco.transport.mesh import CONNECT_S, DirectLinks, Handler, connect_direct, parse_offer
+from shoal.diloco.transport.mesh import CONNECT_S, DirectLinks, Handler, LinkOffer, connect_direct
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
 
 OPEN_S = 10.0
 """Timeout of opening a stream."""
@@ -147,9 +148,11 @@ class HivemindMesh:
         stream, host = await self._open(peer, self._link_protocol)
         try:
             async with asyncio.timeout(CONNECT_S):
-                offer = parse_offer(await stream.receive())
+                offer = LinkOffer.parse(bytes(await stream.receive()))
         except TimeoutError:
             raise StreamBroken(f"no offer of a direct link within {CONNECT_S:.0f} s") from None
+        except Rejected as rejected:
+            raise StreamBroken(f"malformed link offer: {rejected}") from None
         finally:
             stream.close()
         if not host:

@@ -30,7 +30,6 @@ from pydantic import Field, model_validator
 
 from shoal.diloco.transport.stream import KEY_SIZE, EncryptedStream, Stream, StreamBroken
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 
 CONNECT_S = 5.0
@@ -277,12 +276,3 @@ async def connect_direct(host: str, offer: LinkOffer, *, peer: str) -> Encrypted
         reason = str(error) or f"timed out after {CONNECT_S:.0f} s"
         raise StreamBroken(f"no direct link to {host}:{offer.port}: {reason}") from None
     return stream
-
-
-def parse_offer(payload: bytes | bytearray) -> LinkOffer:
-    """Returns the offer in a frame. Raises StreamBroken."""
-    try:
-        offer = LinkOffer.parse(bytes(payload))
-    except Rejected as rejected:
-        raise StreamBroken(f"malformed link offer: {rejected}") from None
-    return offer
