@@ -76,6 +76,18 @@ def write_bytes_atomically(path: Path, content: bytes, *, mode: int = 0o666, dur
         file.write(content)
 
 
+@contextmanager
+def folder_beside(final: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `final`, to be renamed to it, and deletes what is left of it afterwards."""
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # a copy that did not fit would keep the disk full
+
+
 def replace_folder(partial: Path, final: Path) -> None:
     """Renames a complete folder to its final name and flushes the new name to disk. `final` must not exist."""
     os.rename(partial, final)

@@ -81,6 +81,11 @@ def make_engine(folder: Path, draft: str | None = None, *, rows: int = 8, **more
     return engine
 
 
+def draft_counts(engine: TorchEngine) -> DraftCounts:
+    assert engine._drafting is not None
+    return engine._drafting.counts
+
+
 def drain(engine: TorchEngine, rows: Sequence[GenerationRequest]) -> Rows:
     engine.submit(rows)
     found: Rows = {}
@@ -97,7 +102,7 @@ def test_drafts_change_no_token_logprob_or_proof(folder: Path, small: Path, sour
     assert {row.finish for row in expected.values()} == {Finish.EOS, Finish.LENGTH}
     engine = make_engine(folder, "lookup" if source == "lookup" else str(small), compute_dtype=dtype)
     assert drain(engine, requests()) == expected
-    counts = engine.draft_counts
+    counts = draft_counts(engine)
     assert 0 < counts.accepted < counts.proposed
 
 
@@ -107,12 +112,12 @@ def test_drafts_are_used_while_few_rows_run_and_after_a_swap(
     create_model("tiny", tmp_path / "v1", seed=12)
     engine = make_engine(folder, str(small), rows=2, max_rows=4)
     assert drain(engine, requests()) == drain(make_engine(folder, max_rows=4), requests())
-    first = engine.draft_counts.steps
+    first = draft_counts(engine).steps
     assert 0 < first < 60
     engine.load(tmp_path / "v1", 1)
     swapped = drain(engine, requests(3))
     assert swapped == drain(make_engine(tmp_path / "v1", max_rows=4), requests(3))
-    assert engine.draft_counts.steps > first
+    assert draft_counts(engine).steps > first
 
 
 @pytest.mark.parametrize("source", ["lookup", "model"])
@@ -177,7 +182,7 @@ def test_a_draft_model_with_fewer_tokens_drafts_what_it_can(folder: Path, tmp_pa
     assert max(token for row in expected.values() for token in row.output_tokens) >= num_tokens
     engine = make_engine(folder, str(small))
     assert drain(engine, requests()) == expected
-    assert engine.draft_counts.proposed > 0
+    assert draft_counts(engine).proposed > 0
 
 
 def test_lookup_proposes_what_followed_the_longest_known_run() -> None:

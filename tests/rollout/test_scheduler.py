@@ -178,7 +178,7 @@ def test_prompts_that_rows_will_start_from_are_kept() -> None:
     places.place([(1,), (2,)])
     placed = places.place([(3,)], keep={(2,)})
     assert (placed.added, placed.freed) == ({(3,): 0}, [0])
-    assert places[(2,)] == 1
+    assert places._place[(2,)] == 1
     assert places.place([(1,), (4,)], keep={(3,)}).added == {(1,): 1, (4,): 2}
 
 
@@ -196,11 +196,11 @@ def test_a_prompt_keeps_its_place_while_rows_use_it(numbers: list[int], data: st
         added = places.place([prompt]).added
         assert added.keys() <= {prompt}
         if prompt in running:
-            assert not added and places[prompt] == held[prompt]
-        held[prompt] = places[prompt]
+            assert not added and places._place[prompt] == held[prompt]
+        held[prompt] = places._place[prompt]
         assert places.acquire(prompt) == held[prompt]
         running.append(prompt)
-        assert len({places[one] for one in running}) == len(set(running))
+        assert len({places._place[one] for one in running}) == len(set(running))
 
 
 # -- memory -------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ embeddings Q8_0); dequantised and rounded to bfloat16 they differ from Hugging F
 import importlib.util
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.files import replace_folder
+from shoal.files import folder_beside, replace_folder
 from shoal.model.decoder import Decoder
 from shoal.model.hub import hub_folder, is_hub_name
 from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
@@ -65,15 +64,9 @@ def create_model(name: str, folder: Path, seed: int) -> None:
     """
     if folder.exists():
         raise ValueError(f"{folder} exists already; choose another folder or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with folder_beside(folder) as partial:
         _fill(name, partial, seed)
         replace_folder(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def copy_all_but_weights(source: Path, target: Path) -> None:

@@ -82,12 +82,8 @@ def token_scores(
             hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk, entropy_gradient
         )
         return TokenScores(logprobs_N, entropy_N)
-
-    def of_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
-        return _scores(head.logits(hidden), targets, temperature)
-
     parts = [
-        checkpoint(of_chunk, hidden, targets, use_reentrant=False)
+        checkpoint(lambda h, t: _scores(head.logits(h), t, temperature), hidden, targets, use_reentrant=False)
         for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True)
     ]
     return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))

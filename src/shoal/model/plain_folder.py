@@ -8,11 +8,10 @@ tokenizer.json, so that AutoTokenizer loads it.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
-from shoal.files import link_or_copy, replace_link
+from shoal.files import folder_beside, link_or_copy, replace_link
 from shoal.model.tokenizer import CHAR_FILE, TOKENIZER_FILE, CharTokenizer
 
 NEWEST = "newest"
@@ -33,10 +32,7 @@ def link_newest(source: Path, version: int, parent: Path) -> None:
 
 def write_plain_folder(source: Path, out: Path) -> None:
     """Writes the model in `source` to `out`, as hard links where the file system has them. Replaces an earlier `out`."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with folder_beside(out) as partial:
         for path in sorted(source.iterdir()):
             visible = path.is_file() and not path.name.startswith(".")
             if visible and path.suffix != ".delta" and path.name not in _LEFT_OUT:
@@ -45,8 +41,6 @@ def write_plain_folder(source: Path, out: Path) -> None:
             write_char_tokenizer(CharTokenizer.load(source), partial)
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # a copy that did not fit would keep the disk full
 
 
 def write_char_tokenizer(tokenizer: CharTokenizer, folder: Path) -> None:

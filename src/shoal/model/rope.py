@@ -28,18 +28,14 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.rope_type == "linear":
         return plain / rope.factor
     if rope.rope_type == "llama3":
-        return _llama3(rope, plain)
+        # Divides slow frequencies by the factor, keeps fast ones, and interpolates between `low` and `high` rotations.
+        rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
+        kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * plain / rope.factor + kept * plain
     if rope.rope_type == "yarn":
         return _yarn(rope, plain, head_dim)
     return plain  # dynamic scaling begins beyond max_position_embeddings, which no row passes
-
-
-def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Divides slow frequencies by the factor, keeps fast ones, and interpolates between `low` and `high` rotations."""
-    rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
-    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * plain / rope.factor + kept * plain
 
 
 def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:

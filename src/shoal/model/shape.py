@@ -16,14 +16,9 @@ LARGEST_NUMBER = 1e30
 _ROPE_ABOVE = {"rope_theta": 1, "factor": 0, "beta_fast": 0, "beta_slow": 0}
 """Settings of rotations that other numbers are divided by, the first by its logarithm, and what they must be above."""
 _NEEDED = (
-    "num_attention_heads",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "rms_norm_eps",
+    "num_attention_heads", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps",
     "max_position_embeddings",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

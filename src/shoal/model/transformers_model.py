@@ -43,7 +43,12 @@ class TransformersModel(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        _make_buffers_parameters(lm)
+        for module in lm.modules():
+            for name, buffer in list(module._buffers.items()):
+                kept = name not in module._non_persistent_buffers_set
+                if buffer is not None and kept and buffer.is_floating_point():
+                    del module._buffers[name]
+                    module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
         # Registered part by part, so that parameter names get no prefix.
         for name, module in lm.named_children():
             self.add_module(name, module)
@@ -186,15 +191,6 @@ def _limits(config: Any) -> ModelLimits:
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     return ModelLimits(text.hidden_size, text.vocab_size, positions or UNLIMITED_POSITIONS)
-
-
-def _make_buffers_parameters(lm: Any) -> None:
-    for module in lm.modules():
-        for name, buffer in list(module._buffers.items()):
-            kept = name not in module._non_persistent_buffers_set
-            if buffer is not None and kept and buffer.is_floating_point():
-                del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
 def check_head_and_packing(model: TransformersModel, folder: Path) -> None:

@@ -16,8 +16,9 @@ from shoal.tasks.task import (
     Split,
     check_style,
     check_whole,
-    draw_problem,
     grade_number,
+    is_held_out,
+    problem_rng,
     reply_of,
 )
 
@@ -38,7 +39,12 @@ class DrawnTask:
         return self.style == "chat"
 
     def problem(self, split: Split, seed: int) -> Problem:
-        return draw_problem(split, seed, self._draw)
+        attempt = 0
+        while True:
+            question, problem = self._draw(problem_rng(seed, attempt))
+            if is_held_out(question) == (split == "eval"):
+                return problem
+            attempt += 1
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         return grade_number(problem.answer, reply_of(text))

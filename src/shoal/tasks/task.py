@@ -3,7 +3,7 @@
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
@@ -57,11 +57,8 @@ class CannotGrade(RuntimeError):
     """Grading failed on our own side, not because of the answer. The answer gets no reward."""
 
 
-RIGHT, WRONG, UNPARSEABLE = (
-    Reward(1.0, Outcome.RIGHT),
-    Reward(0.0, Outcome.WRONG),
-    Reward(0.0, Outcome.UNPARSEABLE),
-)
+RIGHT, WRONG = Reward(1.0, Outcome.RIGHT), Reward(0.0, Outcome.WRONG)
+UNPARSEABLE = Reward(0.0, Outcome.UNPARSEABLE)
 
 
 class Task(Protocol):
@@ -103,19 +100,6 @@ def problem_rng(seed: int, attempt: int) -> random.Random:
     return random.Random(
         int.from_bytes(hashlib.sha256(f"problem/{seed}/{attempt}".encode()).digest()[:8], "big")
     )
-
-
-def draw_problem(split: Split, seed: int, draw: Callable[[random.Random], tuple[str, Problem]]) -> Problem:
-    """Returns the first problem drawn from this seed that belongs to the split.
-
-    `draw` returns the question by which problems are split, and the problem.
-    """
-    attempt = 0
-    while True:
-        question, problem = draw(problem_rng(seed, attempt))
-        if is_held_out(question) == (split == "eval"):
-            return problem
-        attempt += 1
 
 
 def is_held_out(question: str) -> bool:

@@ -61,7 +61,7 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
 
 
 def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> list[bytes]:
-    from shoal.toploc.proof_kernels import proof_lines
+    from shoal.toploc.proof_kernels import ALL_ZERO, NO_MODULUS, proof_lines
 
     places: list[Place] = []
     tables: list[Tensor] = []
@@ -75,19 +75,13 @@ def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: i
         return [b""] * len(states_list)
     lines_SX: npt.NDArray[np.int16] = HostCopy(torch.cat(tables)).wait().numpy()
     for s in np.flatnonzero(lines_SX[:, 0]):
-        raise _error(places[s], int(lines_SX[s, 0]), topk)
+        if lines_SX[s, 0] == NO_MODULUS:
+            raise ProofError(no_modulus(topk), places[s][0])
+        raise unprovable(places[s], all_zero=bool(lines_SX[s, 0] == ALL_ZERO))
     together = lines_SX[:, 1:].tobytes()
     counts = [num_segments(len(states), segment_tokens) for states in states_list]
     ends = (np.cumsum([0, *counts]) * proof_bytes(topk)).tolist()
     return [together[start:end] for start, end in pairwise(ends)]
-
-
-def _error(place: Place, status: int, topk: int) -> ProofError:
-    from shoal.toploc.proof_kernels import ALL_ZERO, NO_MODULUS
-
-    if status == NO_MODULUS:
-        return ProofError(no_modulus(topk), place[0])
-    return unprovable(place, all_zero=status == ALL_ZERO)
 
 
 def _grouped_points(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> Iterator[_Points]:

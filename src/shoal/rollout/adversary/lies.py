@@ -331,22 +331,10 @@ LIES: dict[str, Callable[[], Behaviour]] = {
 }
 
 
-TOKEN_LIES = frozenset(
-    (
-        "replaced-tokens",
-        "truncated",
-        "cut-short",
-        "hot-sampling",
-        "cold-sampling",
-        "other-seeds",
-        "best-of-n",
-        "copied-rows",
-        "honest-prefix-then-copy",
-        "edge-0.003",
-        "edge-0.015",
-        "edge-0.08",
-    )
-)
+TOKEN_LIES = frozenset((
+    "replaced-tokens", "truncated", "cut-short", "hot-sampling", "cold-sampling", "other-seeds", "best-of-n",
+    "copied-rows", "honest-prefix-then-copy", "edge-0.003", "edge-0.015", "edge-0.08",
+))  # fmt: skip
 """Lies that only change tokens. An answer that still has the honest tokens contains no lie, and measurements leave it out."""
 
 

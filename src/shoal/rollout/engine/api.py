@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.model.stop_strings import stopped_after
 from shoal.model.tokenizer import Tokenizer, encode_leased_prompts
@@ -19,6 +19,10 @@ from shoal.net.waiting import Stopped
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.seeded_draw import sample_seed
+
+if TYPE_CHECKING:
+    from shoal.model.shape import Shape
+    from shoal.model.transformers_model import ModelLimits
 
 EngineName = Literal["torch", "vllm"]
 ComputeDtype = Literal["float32", "bfloat16"]
@@ -48,17 +52,6 @@ class FinishedRow:
     finish: Finish
     proof: bytes
 
-    def to_rollout(self) -> Rollout:
-        return Rollout(
-            prompt_index=self.request.prompt_index,
-            sample_index=self.request.sample_index,
-            prompt_tokens=self.request.prompt_tokens,
-            output_tokens=self.output_tokens,
-            logprobs=self.logprobs,
-            finish=self.finish,
-            proof=self.proof,
-        )
-
 
 def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]:
     """Returns a request for every sample of every prompt, with the seed from which a validator repeats the draw."""
@@ -81,7 +74,18 @@ def make_table(
     lease: Lease, policy_version: int, finished: Iterable[FinishedRow], made_by: str = "", replay: str = ""
 ) -> RolloutTable:
     """Returns the table that answers a lease. `made_by` is the declared compute class, `replay` the declared ReplayTerms."""
-    rows = tuple(row.to_rollout() for row in finished)
+    rows = tuple(
+        Rollout(
+            prompt_index=row.request.prompt_index,
+            sample_index=row.request.sample_index,
+            prompt_tokens=row.request.prompt_tokens,
+            output_tokens=row.output_tokens,
+            logprobs=row.logprobs,
+            finish=row.finish,
+            proof=row.proof,
+        )
+        for row in finished
+    )
     return RolloutTable(
         lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by, replay=replay
     )
@@ -170,17 +174,9 @@ def check_idle(engine: Engine, version: int) -> None:
         )
 
 
-class EngineLimits(Protocol):
-    """Limits of the model in an engine; model.shape.Shape has them."""
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_requests(requests: Sequence[GenerationRequest], version: int | None, limits: EngineLimits) -> None:
+def check_requests(
+    requests: Sequence[GenerationRequest], version: int | None, limits: "Shape | ModelLimits"
+) -> None:
     """Raises ValueError for rows that an engine with weights of `version` cannot generate.
 
     Accepting one would block every later row.

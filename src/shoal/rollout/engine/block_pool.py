@@ -67,9 +67,6 @@ class PromptPlaces:
         self._evicted: list[int] = []
         """Places that were freed since the last call of `place`."""
 
-    def __getitem__(self, prompt: Prompt) -> int:
-        return self._place[prompt]
-
     def __contains__(self, prompt: object) -> bool:
         return prompt in self._place
 

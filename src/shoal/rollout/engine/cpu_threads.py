@@ -41,7 +41,9 @@ class CoreThreads:
         """Starts as many threads as torch uses in the calling thread."""
         self.num = torch.get_num_threads()
         self._pool = single_core_pool(self.num, "core") if self.num > 1 else None
-        _keep_freed_memory()
+        # Makes the GNU allocator keep freed memory, by freeing one large block. Without it each thread's memory is returned to the
+        # system and requested again in every step.
+        torch.empty(LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Runs the jobs and returns their results in order. Jobs start in this order, so put the longest first.
@@ -53,14 +55,6 @@ class CoreThreads:
         started = [self._pool.submit(_in_inference_mode, job) for job in jobs]
         wait(started)
         return [job.result() for job in started]
-
-
-def _keep_freed_memory() -> None:
-    """Makes the GNU allocator keep freed memory, by freeing one large block.
-
-    Without it each thread's memory is returned to the system and requested again in every step.
-    """
-    torch.empty(LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
 
 @torch.inference_mode()

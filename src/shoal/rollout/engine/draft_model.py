@@ -170,17 +170,12 @@ class DraftModel:
         if step is None or not rows:
             return {}
         slots = step.slots
-        own = [len(row.drawn) - self._rows[row.number].first for row in rows]
-        positions = [
-            self._rows[row.number].num_prompt + count - 1 for row, count in zip(rows, own, strict=True)
-        ]
-        host_5R = np.zeros((5, len(rows)), dtype=np.int64)
-        host_5R[:4] = (
-            [slots_of[row.number] for row in rows],
-            positions,
-            own,
-            [int(row.drawn[-1]) for row in rows],
-        )
+        lines = []
+        for row in rows:
+            known = self._rows[row.number]
+            own = len(row.drawn) - known.first
+            lines.append((slots_of[row.number], known.num_prompt + own - 1, own, row.drawn[-1], 0))
+        host_5R = np.array(lines, dtype=np.int64).T
         slots_R, positions_R, own_R, newest_R, zeros_R = upload(host_5R, slots.device)
         slots.fields_6S[SlotField.POSITION, slots_R] = positions_R
         slots.fields_6S[SlotField.NUM_DRAWN, slots_R] = own_R

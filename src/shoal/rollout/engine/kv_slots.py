@@ -297,17 +297,10 @@ class KVSlots:
         )
 
 
-def _first_fields(row: Admission) -> list[int]:
+def _first_fields(row: Admission) -> tuple[int, ...]:
+    """Returns the fields of a row that starts, in the order of SlotField."""
     num_prompt = len(row.request.prompt_tokens)
-    fields = {
-        SlotField.POSITION: num_prompt - 1,
-        SlotField.NUM_DRAWN: 0,
-        SlotField.MAX_DRAWN: row.request.max_new_tokens,
-        SlotField.ENDED: 0,
-        SlotField.PROMPT_PLACE: row.prompt_place,
-        SlotField.PROMPT_LENGTH: num_prompt,
-    }
-    return [fields[field] for field in SlotField]
+    return (num_prompt - 1, 0, row.request.max_new_tokens, 0, row.prompt_place, num_prompt)
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

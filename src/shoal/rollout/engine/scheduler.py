@@ -127,10 +127,6 @@ class Scheduler:
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         self.waiting.extend(requests)
 
-    def put_back(self, requests: Sequence[GenerationRequest]) -> None:
-        """Puts rows that must be computed once more in front of the waiting rows."""
-        self.waiting.extendleft(reversed(requests))
-
     def admit(self, ready: Container[Prompt], *, step: int) -> list[Admission]:
         """Starts waiting rows in order, while slots and blocks are free and the next row's prompt is `ready`.
 

@@ -33,7 +33,7 @@ from shoal.rollout.engine.api import (
 )
 from shoal.rollout.engine.cpu_threads import CoreThreads
 from shoal.rollout.engine.draft_model import DraftModel, check_same_tokenizer
-from shoal.rollout.engine.drafting import DRAFT_TOKENS, DraftCounts, Drafting, DraftSettings, PromptLookup
+from shoal.rollout.engine.drafting import DRAFT_TOKENS, Drafting, DraftSettings, PromptLookup
 from shoal.rollout.engine.kv_slots import BlockCache, EndedRowsReader, KVSlots, cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PendingPrefill, PromptCache
 from shoal.rollout.engine.proofs import Prover
@@ -156,7 +156,9 @@ class TorchEngine:
             raise ValueError("the engine holds no complete weights; load a version first")
         scheduler, prover = self._scheduler, self._loaded().prover
         if (failure := prover.take_failure()) is not None:
-            scheduler.put_back(failure.requests)
+            scheduler.waiting.extendleft(
+                reversed(failure.requests)
+            )  # they must be computed once more, before all others
             self._halve_cache(failure.error)
         try:
             if scheduler.waiting:
@@ -346,11 +348,6 @@ class TorchEngine:
         Rows are then right, but their last bits may be others: prompts were computed beside other prompts.
         """
         return self._fewer_rows or self._scheduler.num_short > 0
-
-    @property
-    def draft_counts(self) -> DraftCounts:
-        """Returns the counts of verified drafts so far."""
-        return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def _make_drafting(self, model: "LoadedModel", draft: DraftSettings) -> Drafting:
         # A row keeps states of one fold more than a segment, and one token may follow after a stop string was found.

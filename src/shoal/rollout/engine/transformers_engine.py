@@ -37,17 +37,24 @@ from shoal.wire.seeded_draw import uniforms
 
 
 @dataclass(slots=True)
+class _GrowingRow:
+    """A row that is being generated."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    """The state of each fed output token, in bfloat16; proofs are built from them."""
+
+
+@dataclass(slots=True)
 class _Batch:
     """Rows of one prompt that are generated together. A row that ended leaves `rows` and the cache."""
 
-    rows: list[GenerationRequest]
+    rows: list[_GrowingRow]
     cached: CachedRows
     next_BH: Tensor
     """The states that predict the next token of each row."""
-    tokens_B: list[list[int]]
-    logprobs_B: list[list[float]]
-    states_B: list[list[Tensor]] = field(default_factory=list)
-    """The state of each fed output token, in bfloat16; proofs are built from them."""
 
 
 class TransformersEngine:
@@ -115,8 +122,10 @@ class TransformersEngine:
                 if not self._waiting:
                     return []
                 rows = self._next_rows()
-                self._batch = self._start(rows)
-            rows = list(self._batch.rows)
+                cached = CachedRows(self._loaded())
+                prompts_BT = torch.tensor([row.prompt_tokens for row in rows], device=self._device)
+                self._batch = _Batch([*map(_GrowingRow, rows)], cached, cached.feed(prompts_BT)[:, -1])
+            rows = [row.request for row in self._batch.rows]
             return self._decode(self._batch)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -148,76 +157,56 @@ class TransformersEngine:
             rows.append(self._waiting.popleft())
         return rows
 
-    def _start(self, rows: list[GenerationRequest]) -> _Batch:
-        """Computes the prompt of the rows."""
-        cached = CachedRows(self._loaded())
-        prompts_BT = torch.tensor([row.prompt_tokens for row in rows], device=self._device)
-        states_BTH = cached.feed(prompts_BT)
-        empty: list[list[int]] = [[] for _ in rows]
-        return _Batch(rows, cached, states_BTH[:, -1], empty, [[] for _ in rows], states_B=[[] for _ in rows])
-
     def _decode(self, batch: _Batch) -> list[FinishedRow]:
         """Draws one token for every row and computes the states after it. Returns the rows that ended."""
         tokens_B, logprobs_B = self._draw(batch)
-        for place, (token, logprob) in enumerate(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
-            batch.tokens_B[place].append(token)
-            batch.logprobs_B[place].append(logprob)
-        running = [place for place in range(len(batch.rows)) if not self._ended(batch, place)]
-        ended = sorted(set(range(len(batch.rows))) - set(running))
-        finished = self._finish(batch, ended)
+        for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+        running = [place for place, row in enumerate(batch.rows) if not self._ended(row)]
+        ended = [row for place, row in enumerate(batch.rows) if place not in running]
+        finished = self._finish(ended)
         if not running:
             self._batch = None
             return finished
         if ended:
-            self._keep(batch, running)
+            batch.cached.select(torch.tensor(running, device=self._device))
+            batch.rows = [batch.rows[place] for place in running]
         states_BTH = batch.cached.feed(tokens_B[running][:, None])
         batch.next_BH = states_BTH[:, -1]
-        for states, state_H in zip(batch.states_B, batch.next_BH.to(torch.bfloat16), strict=True):
-            states.append(state_H)
+        for row, state_H in zip(batch.rows, batch.next_BH.to(torch.bfloat16), strict=True):
+            row.states.append(state_H)
         return finished
 
     def _draw(self, batch: _Batch) -> tuple[Tensor, Tensor]:
-        seeds = np.array([row.sample_seed for row in batch.rows], dtype=np.uint64)
-        counts = np.array([len(tokens) for tokens in batch.tokens_B], dtype=np.uint64)
-        temperatures_B = torch.tensor([row.temperature for row in batch.rows], device=self._exact_device)
+        seeds = np.array([row.request.sample_seed for row in batch.rows], dtype=np.uint64)
+        counts = np.array([len(row.tokens) for row in batch.rows], dtype=np.uint64)
+        temperatures = [row.request.temperature for row in batch.rows]
+        temperatures_B = torch.tensor(temperatures, device=self._exact_device)
         uniforms_B = torch.from_numpy(uniforms(seeds, counts)).to(self._exact_device)
         logits_BV = self._loaded().logits(batch.next_BH).float().to(self._exact_device)
         tokens_B, logprobs_B = draw_tokens(logits_BV, temperatures_B, uniforms_B)
         return tokens_B.to(self._device), logprobs_B
 
-    def _ended(self, batch: _Batch, place: int) -> bool:
-        tokens, row = batch.tokens_B[place], batch.rows[place]
-        if tokens[-1] in self.tokenizer.end_tokens or len(tokens) == row.max_new_tokens:
+    def _ended(self, row: _GrowingRow) -> bool:
+        tokens, request = row.tokens, row.request
+        if tokens[-1] in self.tokenizer.end_tokens or len(tokens) == request.max_new_tokens:
             return True
-        return stops_now(tokens, row.stop, self.tokenizer.decode)
+        return stops_now(tokens, request.stop, self.tokenizer.decode)
 
-    def _keep(self, batch: _Batch, places: list[int]) -> None:
-        batch.cached.select(torch.tensor(places, device=self._device))
-        batch.rows = [batch.rows[place] for place in places]
-        batch.tokens_B = [batch.tokens_B[place] for place in places]
-        batch.logprobs_B = [batch.logprobs_B[place] for place in places]
-        batch.states_B = [batch.states_B[place] for place in places]
-
-    def _finish(self, batch: _Batch, places: list[int]) -> list[FinishedRow]:
-        if not places:
-            return []
-        proofs = [b""] * len(places)
-        if self._proof is not None:
-            width = self._loaded().shape.hidden_size
-            states = [
-                torch.stack(kept).to(self._exact_device)
-                if (kept := batch.states_B[place])
-                else torch.empty(0, width)
-                for place in places
-            ]
+    def _finish(self, rows: list[_GrowingRow]) -> list[FinishedRow]:
+        proofs = [b""] * len(rows)
+        if self._proof is not None and rows:
+            none = torch.empty(0, self._loaded().shape.hidden_size)
+            states = [torch.stack(row.states).to(self._exact_device) if row.states else none for row in rows]
             proofs = prove_states(states, self._proof)
         return [
             FinishedRow(
-                request=batch.rows[place],
-                output_tokens=tuple(batch.tokens_B[place]),
-                logprobs=tuple(batch.logprobs_B[place]),
-                finish=ending(batch.rows[place], batch.tokens_B[place], self.tokenizer)[1],
+                request=row.request,
+                output_tokens=tuple(row.tokens),
+                logprobs=tuple(row.logprobs),
+                finish=ending(row.request, row.tokens, self.tokenizer)[1],
                 proof=proof,
             )
-            for place, proof in zip(places, proofs, strict=True)
+            for row, proof in zip(rows, proofs, strict=True)
         ]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -111,7 +112,7 @@ class VllmEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         loaded = self._model()
         check_requests(requests, self.policy_version, loaded.shape)
-        rows = {loaded.next_id(): request for request in requests}
+        rows = {str(next(loaded.row_numbers)): request for request in requests}
         self._running |= rows
         try:
             for name, request in rows.items():
@@ -223,7 +224,8 @@ class RunningVllm:
         from vllm import EngineArgs, LLMEngine
 
         self.options = options
-        self._num_added = 0
+        self.row_numbers = count(1)
+        """Gives each row a name that no row had before."""
         self._open: set[str] = set()
         self.shape = read_model_limits(folder)
         if on_cpu:
@@ -286,11 +288,6 @@ class RunningVllm:
         by_rank = self.vllm.collective_rpc("shoal_finish", args=(rows,))
         answers: list[tuple[bytes, bytes]] = next(answers for answers in by_rank if answers is not None)
         return answers
-
-    def next_id(self) -> str:
-        """Returns a name for a row, which no row had before."""
-        self._num_added += 1
-        return str(self._num_added)
 
     def add(self, name: str, request: GenerationRequest) -> None:
         """Queues a row."""
@@ -359,7 +356,9 @@ def check_installed(device: str) -> None:
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ValueError(f"--engine vllm: {error}; {INSTALL}") from None
-    release = vllm_release()
+    import vllm
+
+    release = str(vllm.__version__).partition("+")[0]  # without the suffix of a build such as +cpu
     if release not in RELEASES:
         raise ValueError(
             f"--engine vllm: vLLM {release} is installed; releases that work: {', '.join(RELEASES)}; {INSTALL}"
@@ -369,10 +368,3 @@ def check_installed(device: str) -> None:
             f"--engine vllm --device {device}: the installed vLLM computes on {current_platform.device_type!r}, "
             f"not on {kind!r}; choose that device, or: {INSTALL}"
         )
-
-
-def vllm_release() -> str:
-    """Returns the release of the installed vLLM, without the suffix of a build such as +cpu."""
-    import vllm
-
-    return str(vllm.__version__).partition("+")[0]

@@ -182,17 +182,9 @@ class VllmBatch:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def numbers_R(self) -> Ints:
-        return self._columns["number"][: len(self)]
-
-    @property
-    def lines_R(self) -> Ints:
-        return self._columns["line"][: len(self)]
-
-    @property
-    def seeds_R(self) -> npt.NDArray[np.uint64]:
-        return self._columns["seed"][: len(self)]
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Returns the number, line, seed or temperature of each row."""
+        return self._columns[name][: len(self)]
 
     def update(self, update: BatchUpdate, store: RowStore) -> None:
         self._outputs = None
@@ -217,9 +209,8 @@ class VllmBatch:
         if self._outputs is None:
             self._outputs = [self._rows[place].outputs for place in range(len(self))]
             # float32 as in TorchEngine: with float64 the softmax would be float64, and other log-probs would come out.
-            temperatures = self._columns["temperature"][: len(self)].copy()
-            self.temperatures_R = torch.from_numpy(temperatures).to(self._device)
-            self.device_lines_R = torch.from_numpy(self.lines_R.copy()).to(self._device)
+            self.temperatures_R = torch.from_numpy(self.column("temperature").copy()).to(self._device)
+            self.lines_R = torch.from_numpy(self.column("line").copy()).to(self._device)
             self.places_R = torch.arange(len(self), device=self._device)
 
     def counts(self) -> Ints:
@@ -264,7 +255,7 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
             )
         batch.upload()
         counts = batch.counts()
-        uniforms_R = torch.from_numpy(uniforms(batch.seeds_R, counts.astype(np.uint64)))
+        uniforms_R = torch.from_numpy(uniforms(batch.column("seed"), counts.astype(np.uint64)))
         tokens_R, logprobs_R = draw_tokens(
             logits_BV, batch.temperatures_R, uniforms_R.to(self._device, non_blocking=True)
         )
@@ -278,9 +269,9 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
             tokens_R[stopped] = min(_STORE.tokenizer.end_tokens)
         logits_BV[batch.places_R, tokens_R] = float("inf")
         counts_R = torch.from_numpy(counts).to(self._device, non_blocking=True)
-        _STORE.store(batch.device_lines_R, counts_R, states_BH, logprobs_R, longest=int(counts.max()))
+        _STORE.store(batch.lines_R, counts_R, states_BH, logprobs_R, longest=int(counts.max()))
         if must_fold:
-            _STORE.fold(batch.numbers_R, batch.lines_R, counts)
+            _STORE.fold(batch.column("number"), batch.column("line"), counts)
         return logits_BV
 
 

@@ -210,18 +210,19 @@ class LeaseSupply:
 
     def _ask_until_needed(self, session: CoordinatorSession) -> Lease:
         """Asks for a lease. The deadline counts from when the device waits for it: before that nothing is lost."""
+
+        def heard(failure: Refused | Unreachable) -> None:
+            # That the run has no work is not the worker's loss.
+            refused = isinstance(failure, Refused)
+            self._activity = Activity.WITHOUT_WORK if refused else Activity.WAITING
+
         while True:
             try:
-                return session.ask_lease(self._note_refusal, holds=[*self._held, *self._taken])
+                return session.ask_lease(heard, holds=[*self._held, *self._taken])
             except DeadlinePassed:
                 since_s = self._taking_since_s
                 if since_s is not None and time.monotonic() - since_s >= self._deadline_s:
                     raise
-
-    def _note_refusal(self, failure: Refused | Unreachable) -> None:
-        """Records whether the run has no work, which is not the worker's loss."""
-        refused = isinstance(failure, Refused)
-        self._activity = Activity.WITHOUT_WORK if refused else Activity.WAITING
 
     def _wait_until_one_ends(self, stop: threading.Event) -> None:
         end_s = time.monotonic() + ASK_AGAIN_S

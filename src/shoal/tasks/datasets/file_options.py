@@ -8,7 +8,6 @@ digests. A trainer, validator or auditor downloads the bytes, checks the digest,
 """
 
 import hashlib
-import os
 import re
 import shutil
 import tarfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from shoal.files import write_atomically, write_bytes_atomically
+from shoal.files import folder_beside, write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
@@ -155,16 +154,12 @@ def unpacked_folder(path: Path) -> Path:
     folder = path.with_name(path.name + _FOLDER)
     if folder.is_dir():
         return folder
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        with tarfile.open(path, mode="r:") as tar:
+        with folder_beside(folder) as partial, tarfile.open(path, mode="r:") as tar:
             tar.extractall(partial, filter="data")
-        partial.rename(folder)
+            partial.rename(folder)
     except (OSError, tarfile.TarError) as error:
         if folder.is_dir():  # another process was faster
             return folder
         raise ValueError(f"{path} is not the tar file of a folder: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder

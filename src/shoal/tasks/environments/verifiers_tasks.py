@@ -47,7 +47,8 @@ class Verifiers(HostedTask):
         found = super().installed(options)
         if "taskset" not in options:
             return found
-        module = _module(str(options["taskset"]))
+        # As verifiers finds it: `owner/my-env@1.0` is my_env.
+        module = str(options["taskset"]).rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
         if importlib.util.find_spec(module) is None:
             raise ValueError(
                 f"verifiers: no taskset {options['taskset']!r} is installed; install the package that has it"
@@ -59,11 +60,6 @@ class Verifiers(HostedTask):
                 "install it with pip"
             )
         return ", ".join([*(f"{name} {version(name)}" for name in sorted(set(owners))), found])
-
-
-def _module(taskset: str) -> str:
-    """Returns the module of a taskset, as verifiers finds it: `owner/my-env@1.0` is my_env."""
-    return taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
 # -- in the child process ---------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ T = TypeVar("T")
 
 def plain_number(text: str) -> Decimal | None:
     """Returns the value of a text such as `$1,234.50`, or None if it is not one decimal number."""
-    match = _PLAIN.fullmatch(text.strip().rstrip("."))
-    return None if match is None or not text.isascii() else _value(match)
+    return _value(_PLAIN.fullmatch(text.strip().rstrip("."))) if text.isascii() else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -70,7 +69,7 @@ def last_number(text: str) -> Decimal | None:
     found = None
     for found in _PLAIN.finditer(text):  # noqa: B007  # leaves the last match in `found`
         pass
-    return None if found is None or not found[0].isascii() else _value(found)
+    return _value(found)
 
 
 def last_boxed(text: str) -> str | None:
@@ -98,7 +97,7 @@ def grade_plain_number(problem: Problem, text: str) -> Reward:
     boxed = last_boxed(reply)
     if boxed:
         return compare(problem.answer, boxed)
-    given = last_number(reply) if _MARK not in reply else _first_number(reply.rpartition(_MARK)[2])
+    given = last_number(reply) if _MARK not in reply else _value(_PLAIN.search(reply.rpartition(_MARK)[2]))
     if given is None:
         return UNPARSEABLE
     return RIGHT if given == plain_number(problem.answer) else WRONG
@@ -154,7 +153,7 @@ def find_bad_golds(golds: Sequence[Sequence[str]]) -> dict[int, str]:
     for gold in sorted({gold for several in golds for gold in several}):
         if (known := _PARSED.get(gold)) is not None:
             parsed[gold] = known
-        elif not _is_simple(gold):
+        elif plain_number(gold) is None and not _SIMPLE.fullmatch(gold.strip()):
             asked.append(gold)
     parsed |= zip(asked, math_grader().can_parse(asked), strict=True)
     _PARSED.update(parsed)
@@ -165,16 +164,10 @@ def find_bad_golds(golds: Sequence[Sequence[str]]) -> dict[int, str]:
     }
 
 
-def _is_simple(gold: str) -> bool:
-    return plain_number(gold) is not None or _SIMPLE.fullmatch(gold.strip()) is not None
-
-
-def _first_number(text: str) -> Decimal | None:
-    match = _PLAIN.search(text)
-    return None if match is None or not match[0].isascii() else _value(match)
-
-
-def _value(match: re.Match[str]) -> Decimal:
+def _value(match: re.Match[str] | None) -> Decimal | None:
+    """Returns the number of a match of _PLAIN; None without a match, and for digits of other scripts."""
+    if match is None or not match[0].isascii():
+        return None
     number = Decimal(match[2].replace(",", ""))
     return -number if match[1] == "-" else number
 
@@ -254,10 +247,13 @@ def serve_math(limits: ChildLimits) -> None:
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
 
     def parsed(text: str) -> list[Any]:
+        # A full stop at the end, or a sign `approximately` at the start, is no part of the answer.
+        text = text.strip().removeprefix("\\approx").strip()
+        text = text if text.endswith("\\right.") else text.removesuffix(".").strip()
         # first_match: otherwise an answer that cannot be parsed as a whole is graded by a part of it that can, such as the
         # numbers of the pair in `\left(3, \frac{1}{2}\right)+1`.
         found = parse(
-            f"\\boxed{{{_without_frills(text)}}}",
+            f"\\boxed{{{text}}}",
             extraction_config=configs,
             extraction_mode="first_match",
             parsing_timeout=None,
@@ -333,12 +329,6 @@ def _sides(text: str) -> list[str]:
             sides.append(text[start : found.start()])
             start = found.end()
     return [*sides, text[start:]]
-
-
-def _without_frills(text: str) -> str:
-    """Returns the answer without a full stop at its end or a sign `approximately` at its start."""
-    text = text.strip().removeprefix("\\approx").strip()
-    return text if text.endswith("\\right.") else text.removesuffix(".").strip()
 
 
 def _or_else(otherwise: T, call: Callable[[], T]) -> T:

@@ -84,12 +84,10 @@ def main(level: str, folder: str) -> NoReturn:
     code = calls.filter_program(os.uname().machine)
     for name in WARM:
         importlib.import_module(name)
-    host = {
-        "proc": os.open("/proc", os.O_RDONLY),
-        "mapped_bytes": _mapped_bytes(),
-        "filter": code,
-        "level": level,
-    }
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    proc = os.open("/proc", os.O_RDONLY)
+    host = {"proc": proc, "mapped_bytes": mapped_bytes, "filter": code, "level": level}
     if code is None or not _build_server(level, folder):
         os._exit(NOT_BUILT)
     gc.collect()
@@ -416,11 +414,6 @@ def _limit(job: Job) -> None:
         hard = resource.getrlimit(kind)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(kind, (value, value))
-
-
-def _mapped_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _own_processes(level: str) -> int:
