@@ -8,8 +8,8 @@ import ast
 import builtins
 import inspect
 import json
-import shutil
 import sys
+import tempfile
 import textwrap
 import threading
 import types
@@ -58,12 +58,12 @@ class RunResult:
         from shoal.model.plain_folder import write_plain_folder
 
         chosen = self.best_version if version is None else version
-        with RunFolder(self.folder) as run:
-            number = run.find_version("newest") if chosen is None else chosen
-            scratch = self.folder / f".export-{number}"
-            run.restore(number, scratch)
-        write_plain_folder(scratch, Path(out))
-        shutil.rmtree(scratch)
+        with (
+            RunFolder(self.folder) as run,
+            tempfile.TemporaryDirectory(dir=self.folder, prefix=".export-") as scratch,
+        ):
+            run.restore(run.find_version("newest") if chosen is None else chosen, Path(scratch))
+            write_plain_folder(Path(scratch), Path(out))
         return Path(out)
 
 
