@@ -56,6 +56,8 @@ def test_rollouts_of_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert is_plain(shown)
     assert shown.count("\\x1b]0;") >= 5, "it is shown, escaped"
+    print_group(group.model_copy(update={"samples": ()}))
+    assert "mean reward 0.000" in " ".join(capsys.readouterr().out.split())
 
 
 def test_answers_of_an_evaluation() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from shoal.cli.run import python_run
 from shoal.cli.run.python_run import RunResult, run, source_with_uses
+from shoal.cli.run_folder import RunFolder
 from shoal.tasks import Problem, Reward
 
 SCALE = {"full": 1.0}
@@ -119,6 +120,24 @@ def test_the_best_version_of_a_result() -> None:
     result = RunResult(Path("out/a"), Path("out/a/model"), True, {}, {0: 0.1, 10: 0.5, 20: 0.5, 30: 0.4})
     assert result.best_version == 20
     assert RunResult(Path("out/a"), Path("out/a/model"), False).best_version is None
+
+
+def test_an_export_that_fails_leaves_nothing_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restore(run: RunFolder, version: int, out: Path) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(RunFolder, "__init__", lambda *_: None)
+    monkeypatch.setattr(RunFolder, "__exit__", lambda *_: None)
+    monkeypatch.setattr(RunFolder, "restore", restore)
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        RunResult(run_folder, run_folder / "model", True).export(tmp_path / "file" / "out", 3)
+    assert list(run_folder.iterdir()) == []
 
 
 def test_importing_shoal_is_light() -> None:

@@ -43,9 +43,6 @@ from shoal.cli.ui.values import (
     url_or_folder,
 )
 
-NODE_FOLDER = Path("shoal-node")
-
-
 # -- shoal demo and run -----------------------------------------------------------------------------------
 
 
@@ -132,7 +129,7 @@ def add_contributor_commands(commands: Commands) -> None:
 def _add_node_command(commands: Commands, name: str, words: str, action: Action) -> argparse.ArgumentParser:
     """Adds a command that works in a node's folder."""
     parser = add_command(commands, name, words, action)
-    add_value(parser, "--dir", Path, NODE_FOLDER, "the node's folder")
+    add_value(parser, "--dir", Path, Path("shoal-node"), "the node's folder")
     return parser
 
 

@@ -169,16 +169,10 @@ def print_table(results: Mapping[str, Any]) -> None:
         "honest submissions,\ntokens needed to detect 99.9 % (at 1 in 1,000; - if none of the tried sizes is enough). "
         "'read': reading the file shows it. * limit of the scheme itself."
     )
-    print(
-        f"{'':<{NAME_WIDTH}}{'told':>6}"
-        + "".join(f"{_title(name, one):>{CELL_WIDTH}}" for name, one in schemes.items())
-    )
+    titles = [f"{name}*" if one["own_limit"] else name for name, one in schemes.items()]
+    _print_line("", "told", titles)
     for name, lie in results["lies"].items():
-        cells = [_cell(lie, one["lies"].get(name)) for one in schemes.values()]
-        print(
-            f"{name:<{NAME_WIDTH}}{lie['submissions']:>6}"
-            + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
-        )
+        _print_line(name, lie["submissions"], [_cell(lie, one["lies"].get(name)) for one in schemes.values()])
     rows: dict[str, Callable[[Any], str]] = {
         "false alarms, fresh": lambda one: " ".join(str(sum(v)) for v in one["false_alarms"].values()),
         "bytes per token": lambda one: f"{one['bytes_per_token']:.1f}",
@@ -186,10 +180,7 @@ def print_table(results: Mapping[str, Any]) -> None:
         "verifier, µs per token": lambda one: f"{one['verifier_us_per_token']:.1f}",
     }
     for title, value in rows.items():
-        print(
-            f"{title:<{NAME_WIDTH}}{'':>6}"
-            + "".join(f"{value(one):>{CELL_WIDTH}}" for one in schemes.values())
-        )
+        _print_line(title, "", [value(one) for one in schemes.values()])
     cost = results["us_per_token"]
     print(
         f"limits from {results['honest_submissions']:,} honest submissions (resampled by prompt), false alarms of "
@@ -198,8 +189,8 @@ def print_table(results: Mapping[str, Any]) -> None:
     )
 
 
-def _title(name: str, scheme: Mapping[str, Any]) -> str:
-    return f"{name}*" if scheme["own_limit"] else name
+def _print_line(title: str, told: object, cells: Sequence[str]) -> None:
+    print(f"{title:<{NAME_WIDTH}}{told:>6}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells))
 
 
 def _cell(lie: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shoal.diloco.ranks import Ranks
     from shoal.diloco.site.diloco_file import DilocoFile
-    from shoal.diloco.site.site import SiteProgress
+    from shoal.diloco.site.site import Site, SiteProgress
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.config import DilocoConfig
 
@@ -153,14 +153,14 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     if ranks.leads and ranks.size > 1:
         _site_id(options.dir)  # the other ranks read it
     ranks.wait_for_all()
-    if not ranks.leads:
-        code = _follow(file, options, stop, ranks)
-    else:
+    if ranks.leads:
         with lock_folder(options.dir, stop):
-            code = _train_in_locked_folder(file, options, stop, ranks)
+            _lead(file, options, stop, ranks)
+    else:
+        _make_site(file, None, options, stop, ranks).follow()
     ranks.leave()
     ranks.release()
-    return code
+    return EXIT_OK
 
 
 def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "Ranks":
@@ -178,35 +178,25 @@ def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "Ranks":
     return join_ranks(rank=rank, size=size, device=options.device, command_timeout_s=timeout_s)
 
 
-def _follow(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "Ranks") -> int:
+def _make_site(
+    file: "DilocoFile", averager: Any, options: argparse.Namespace, stop: threading.Event, ranks: "Ranks"
+) -> "Site":
     from shoal.diloco.site.site import Site
 
     peer = _site_id(options.dir)
-    site = Site(file, None, folder=options.dir, device=options.device, peer=peer, stop=stop, ranks=ranks)
-    site.follow()
-    return EXIT_OK
+    return Site(file, averager, folder=options.dir, device=options.device, peer=peer, stop=stop, ranks=ranks)
 
 
-def _train_in_locked_folder(
-    file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "Ranks"
-) -> int:
+def _lead(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event, ranks: "Ranks") -> None:
+    """Trains as the rank that talks to the other sites, in a locked folder."""
     from rich.console import Console
     from rich.live import Live
 
     from shoal.diloco.averaging.averager import RoundFailed
-    from shoal.diloco.site.site import Site
     from shoal.diloco.transport.stream import StreamBroken
 
     averager = _engine(file, options, stop)
-    site = Site(
-        file,
-        averager,
-        folder=options.dir,
-        device=options.device,
-        peer=_site_id(options.dir),
-        stop=stop,
-        ranks=ranks,
-    )
+    site = _make_site(file, averager, options, stop, ranks)
     console = Console(stderr=True, highlight=False)
     # At a terminal a thread redraws the state, because a round may take minutes; elsewhere the log is enough.
     view = (
@@ -226,7 +216,6 @@ def _train_in_locked_folder(
         f"run {file.run.name}: {progress.steps} steps, validation loss {progress.validation:.4f}, "
         f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}; model in {site.model_folder}"
     )
-    return EXIT_OK
 
 
 def _plot(dir: Path, title: str) -> None:
@@ -246,7 +235,21 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
     rounds = file.rounds
     mesh: Mesh
     if file.run.engine == "torchft":
-        return _torchft(file, options, stop)
+        from shoal.diloco.averaging.torchft_averager import TorchftAverager
+
+        if len(options.join) != 1:
+            raise ValueError(
+                'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
+            )
+        return TorchftAverager(
+            options.join[0],
+            log=Log("averager"),
+            codec=rounds.codec,
+            host=options.host,
+            min_peers=rounds.min_peers,
+            robust=file.robust(),
+            stop=stop,
+        )
     if file.run.engine == "local":
         if options.join:
             raise ValueError(
@@ -268,24 +271,6 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
             robust=file.robust(),
             admit=frozenset(rounds.admit) or None,
         ),
-        stop=stop,
-    )
-
-
-def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
-    from shoal.diloco.averaging.torchft_averager import TorchftAverager
-
-    if len(options.join) != 1:
-        raise ValueError(
-            'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
-        )
-    return TorchftAverager(
-        options.join[0],
-        log=Log("averager"),
-        codec=file.rounds.codec,
-        host=options.host,
-        min_peers=file.rounds.min_peers,
-        robust=file.robust(),
         stop=stop,
     )
 

@@ -107,7 +107,7 @@ def find_groups(
 
 def print_group(group: RolloutGroup) -> None:
     console = Console(highlight=False)
-    mean = sum(sample.reward for sample in group.samples) / len(group.samples)
+    mean = sum(sample.reward for sample in group.samples) / max(1, len(group.samples))
     kind = "held-out" if group.held_out else escape(printable(group.state))
     worker = escape(printable(group.node[:8]))
     console.print(

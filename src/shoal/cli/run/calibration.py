@@ -47,9 +47,9 @@ def calibrate_here(
     child = supervisor.children[_CHILD]
     while child.ended is None:
         supervisor.check()
-        if (waited_s := time.monotonic() - began_s) > file.local.deadline_s:
+        if time.monotonic() - began_s > file.local.deadline_s:
             raise RunFailed(
-                f"the calibration took longer than local.deadline_s = {waited_s:.0f} s; the last line of its log, "
+                f"the calibration took longer than local.deadline_s = {file.local.deadline_s:g} s; the last line of its log, "
                 f"{child.log_path}: {last_line(child.log_path)}"
             )
         if stop.wait(0.2):

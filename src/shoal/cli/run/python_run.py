@@ -8,8 +8,8 @@ import ast
 import builtins
 import inspect
 import json
-import shutil
 import sys
+import tempfile
 import textwrap
 import threading
 import types
@@ -58,12 +58,12 @@ class RunResult:
         from shoal.model.plain_folder import write_plain_folder
 
         chosen = self.best_version if version is None else version
-        with RunFolder(self.folder) as run:
-            number = run.find_version("newest") if chosen is None else chosen
-            scratch = self.folder / f".export-{number}"
-            run.restore(number, scratch)
-        write_plain_folder(scratch, Path(out))
-        shutil.rmtree(scratch)
+        with (
+            RunFolder(self.folder) as run,
+            tempfile.TemporaryDirectory(dir=self.folder, prefix=".export-") as scratch,
+        ):
+            run.restore(run.find_version("newest") if chosen is None else chosen, Path(scratch))
+            write_plain_folder(Path(scratch), Path(out))
         return Path(out)
 
 
@@ -207,22 +207,19 @@ def _names(text: str) -> list[str]:
 
 
 def _write_use(name: str, value: Any, user: Callable[..., Any], parts: dict[str, str]) -> None:
-    if isinstance(value, types.ModuleType):
-        parts[name] = f"import {value.__name__} as {name}"
-        return
     module, own = getattr(value, "__module__", None), str(getattr(value, "__name__", ""))
-    if callable(value) and module == user.__module__:
+    if isinstance(value, types.ModuleType):
+        parts[name] = f"import {own} as {name}"
+    elif callable(value) and module == user.__module__:
         _collect(value, parts)
-        return
-    if callable(value) and module is not None and getattr(sys.modules.get(module), own, None) is value:
+    elif callable(value) and module is not None and getattr(sys.modules.get(module), own, None) is value:
         parts[name] = f"from {module} import {own} as {name}"
-        return
-    if _is_literal(value):
+    elif _is_literal(value):
         parts[name] = f"{name} = {value!r}"
-        return
-    raise ValueError(
-        f"{user.__name__} uses {name}, a {type(value).__name__}, which cannot be written to a file; compute it inside the function"
-    )
+    else:
+        raise ValueError(
+            f"{user.__name__} uses {name}, a {type(value).__name__}, which cannot be written to a file; compute it inside the function"
+        )
 
 
 def _is_literal(value: Any) -> bool:

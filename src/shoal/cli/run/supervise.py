@@ -223,12 +223,10 @@ def last_trace(log_path: Path) -> str:
     starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
         return ""
-    found = lines[starts[-1] : starts[-1] + 1]
-    for line in lines[starts[-1] + 1 :]:
-        found.append(line)
-        if not line.startswith(" "):  # the exception's own line is not indented
-            break
-    return "\n".join(found)
+    rest = range(starts[-1] + 1, len(lines))
+    # The exception's own line, which is the last one, is not indented.
+    last = next((at for at in rest if not lines[at].startswith(" ")), len(lines))
+    return "\n".join(lines[starts[-1] : last + 1])
 
 
 def _close_stdin(process: subprocess.Popen[bytes]) -> None:
