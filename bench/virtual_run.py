@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.http.routes import get_batch
 from shoal.swarm.coordinator.leases import issue, lifecycle, submissions, uploads, verdicts
 from shoal.swarm.coordinator.leases.lease_rows import UPLOADS, expected_upload
 from shoal.swarm.coordinator.membership import admin_actions, admission, relays, versions
-from shoal.swarm.coordinator.membership.nodes import NODES, find_node, open_session
+from shoal.swarm.coordinator.membership.nodes import NODES, open_session
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import delegate_relay
@@ -142,7 +142,7 @@ class VirtualRun:
             return act(tx, self.coordinator, *arguments)
 
     def _admit(self, tx: Transaction, node: VirtualNode) -> None:
-        tx.node, tx.network = find_node(tx.db, node.key.public), node.network
+        tx.node, tx.network = NODES.find(tx.db, node.key.public), node.network
         if tx.node is not None and tx.node.trust == "banned":
             raise Rejected("request.banned", "ejected")
 

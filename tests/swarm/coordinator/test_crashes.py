@@ -27,7 +27,7 @@ from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, submissions, uploads, verdicts
 from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.membership import admission, nodes, relays, versions
-from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.store.database import Database
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes as node_table
@@ -62,7 +62,7 @@ class Errand:
 
     def act(self, actor: str | None, effect: Callable[[Transaction], Any]) -> Any:
         with self.coordinator.transaction(actor) as tx:
-            tx.node = find_node(tx.db, actor) if actor == NODE else None
+            tx.node = NODES.find(tx.db, actor) if actor == NODE else None
             return effect(tx)
 
     def say(self, line: str) -> None:

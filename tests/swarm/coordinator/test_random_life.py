@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
 from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.swarm.coordinator.membership import admission, nodes, relays, versions
-from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.rules import lease_states
 from shoal.swarm.coordinator.store.database import RedoGroup, WriteGroup
 from shoal.swarm.coordinator.store.schema import leases as lease_table
@@ -88,7 +88,7 @@ class Life:
         """Returns the effect, or None if the request is refused."""
         try:
             with self.coordinator.transaction(actor, group=self.group) as tx:
-                tx.node = find_node(tx.db, actor) if actor else None
+                tx.node = NODES.find(tx.db, actor) if actor else None
                 if tx.node is not None and tx.node.trust == "banned":
                     raise Rejected("request.banned", "out")
                 return effect(tx)

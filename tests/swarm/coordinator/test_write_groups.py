@@ -12,7 +12,7 @@ from sqlalchemy import Connection, func, select, text
 
 import shoal.swarm.coordinator
 from shoal.swarm.coordinator.leases import issue
-from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.schema import nonces
 from shoal.swarm.coordinator.store.statements import inserting
@@ -150,7 +150,7 @@ def test_a_refusal_is_counted_once_if_its_group_is_redone(swarm: SmallSwarm) -> 
 
     def ask(group: WriteGroup) -> None:
         with coordinator.transaction(node.id, group=group) as tx:
-            tx.node = find_node(tx.db, node.id)
+            tx.node = NODES.find(tx.db, node.id)
             issue.ask_lease(tx, coordinator, AskLease(epoch=node.epoch))
 
     late = Rejected("request.conflict", "after it has written")

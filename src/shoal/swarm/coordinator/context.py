@@ -181,9 +181,8 @@ class Coordinator:
             transaction = Transaction(group, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.flush()
-            events = transaction.events
-            if events:
-                group.after_commit.append(lambda: self._log_events(events))
+            for new in transaction.events:
+                transaction.after_commit(partial(log_event, self.log, new.event))
 
     @property
     def folder(self) -> Path:
@@ -198,11 +197,6 @@ class Coordinator:
         task = next(one.task for one in self.trained if one.spec.title == title)
         assert isinstance(task, Finite), "difficulty sampling of other tasks is refused"
         return task.size("train")
-
-    def _log_events(self, events: list[NewEvent]) -> None:
-        """Runs after commit: writes the transaction's events to the log."""
-        for new in events:
-            log_event(self.log, new.event)
 
     def close(self) -> None:
         self.database.close()
@@ -278,8 +272,7 @@ def _open_run(coordinator: Coordinator, dir: Path, settings: Mapping[str, Any] |
     with coordinator.transaction() as tx:
         found = tx.db.execute(select(run)).one_or_none()
         if found is not None:
-            _check_same_run(found, spec, key, dir)
-            _check_last_version(newest_version(tx.db), spec, dir)
+            _check_same_run(found, newest_version(tx.db), spec, key, dir)
         text, terms = spec.model_dump_json(), json.dumps(coordinator.config.terms())
         same_settings = settings is None or _recorded_settings(tx.db) == settings
         if found is not None and (found.spec, found.terms) == (text, terms) and same_settings:
@@ -314,16 +307,13 @@ def _recorded_settings(db: Connection) -> dict[str, Any] | None:
     return None if body is None else json.loads(body).get("settings")
 
 
-def _check_same_run(found: Any, spec: RunSpec, key: str, dir: Path) -> None:
+def _check_same_run(found: Any, newest: int | None, spec: RunSpec, key: str, dir: Path) -> None:
     if found.name != spec.run:
         raise ValueError(f"{dir} holds run {found.name!r}, not {spec.run!r}; choose another folder")
     if found.run_key != key:
         raise ValueError(
             f"{dir} holds a run of key {found.run_key[:16]}, but keys/run.key is {key[:16]}; put the run's own key back"
         )
-
-
-def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
     if newest is not None and newest > spec.last_version:
         raise ValueError(
             f"{dir} has published version {newest}, past last_version={spec.last_version}; raise last_version"

@@ -53,19 +53,14 @@ def probe(coordinator: Coordinator) -> None:
         _REMOVE.run(group.db, whose=_PROBE)
     if isinstance(coordinator.store, LocalStore):
         # In this folder the next start removes what a crash leaves behind.
-        _try_folder(coordinator.data.parent / "objects" / "incoming")
+        path = coordinator.data.parent / "objects" / "incoming" / f"{_PROBE}.{secrets.token_hex(8)}"
+        try:
+            path.write_bytes(bytes(PROBE_BYTES))
+        finally:
+            path.unlink(missing_ok=True)
     coordinator.health.no_space = ""
     coordinator.health.tell_again_s = 0.0
     coordinator.log.info("there is space again", folder=coordinator.data.parent)
-
-
-def _try_folder(folder: Path) -> None:
-    path = folder / f"{_PROBE}.{secrets.token_hex(8)}"
-    try:
-        with path.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _explain(error: BaseException, folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sqlalchemy import Row, delete, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.membership.relays import is_relay_key
 from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.schema import nonces, revoked_keys
@@ -42,7 +42,7 @@ def admitted(
     """
     # A role's key is never a node's, even if the same key is enrolled.
     role = coordinator.roles.get(signer.key)
-    node = find_node(group.db, signer.key) if role is None else None
+    node = NODES.find(group.db, signer.key) if role is None else None
     if role is None and node is None and is_relay_key(group.db, signer.key):
         role = "relay"
     _check_caller(role or ("newcomer" if node is None else "node"), signer, allowed)

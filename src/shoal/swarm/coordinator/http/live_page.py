@@ -12,7 +12,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -30,7 +30,6 @@ from shoal.swarm.coordinator.views.page_snapshot import make_curve, take_snapsho
 from shoal.swarm.coordinator.views.stats import read_reports
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
-from shoal.wire.page_data import Snapshot
 
 MAX_VIEWERS = 256
 VIEWERS_PER_ADDRESS = 16
@@ -129,7 +128,8 @@ class Feed:
             self._steps += read_reports(db, self._steps[-1].version if self._steps else 0)
             snapshot = take_snapshot(db, self._coordinator, make_curve(self._steps))
         self.snapshots += 1
-        return sections_of(snapshot), time.thread_time() - began_s
+        sections = {name: to_json(section).decode() for name, section in snapshot}
+        return sections, time.thread_time() - began_s
 
     def _object(self, since: int) -> str:
         """Returns a JSON object with the sections that changed after snapshot `since`."""
@@ -197,14 +197,9 @@ class Feed:
                 yield ": keep-alive\n\n"
                 sent_at_s = time.monotonic()
             sent = self._serial
-            await self._pause()
-
-    async def _pause(self) -> None:
-        wait_s = min(QUIET_S, max(0.05, self._next_s - time.monotonic()))
-        try:
-            await asyncio.wait_for(self._closed.wait(), wait_s)
-        except TimeoutError:
-            return
+            wait_s = min(QUIET_S, max(0.05, self._next_s - time.monotonic()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), wait_s)
 
     def close(self) -> None:
         """Ends all event streams, so that a stopping server need not wait for viewers. May be called from any thread."""
@@ -242,11 +237,6 @@ def _takes_gzip(request: Request) -> bool:
     return "gzip" in request.headers.get("accept-encoding", "")
 
 
-def sections_of(snapshot: Snapshot) -> dict[str, str]:
-    """Returns each section of a snapshot as JSON."""
-    return {name: to_json(section).decode() for name, section in snapshot}
-
-
 # -- routes -----------------------------------------------------------------------------------------------
 
 
@@ -256,14 +246,15 @@ def page_routes(feed: Feed, limited: Callable[[Endpoint], Endpoint]) -> list[Rou
     `limited` adds the limit of costly public routes to an endpoint.
     """
 
+    def uncached(text: str) -> Response:
+        return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
+
     async def get_page(request: Request) -> Response:
-        headers = {"Cache-Control": "no-store"}
-        return Response(await feed.fresh(), media_type="application/json", headers=headers)
+        return uncached(await feed.fresh())
 
     async def get_curve(request: Request) -> Response:
-        headers = {"Cache-Control": "no-store"}
-        text = await feed.curve(query_number(request, "first", 0), query_number(request, "last", 10**15 - 1))
-        return Response(text, media_type="application/json", headers=headers)
+        first, last = query_number(request, "first", 0), query_number(request, "last", 10**15 - 1)
+        return uncached(await feed.curve(first, last))
 
     async def get_events(request: Request) -> Response:
         counted = ExitStack()

@@ -301,7 +301,7 @@ class Router:
             if route.takes is not None:
                 arguments.append(route.takes.parse(body or b"{}"))
             answer = route.act(*arguments)
-            return answer if isinstance(answer, Response) else to_json(as_described(answer, route.gives))
+            return answer if isinstance(answer, Response) else to_json(answer, route.gives)
 
     def _upload_token(self, scope: Scope) -> str | None:
         """Returns the token of an upload's path; None if the request is not an upload."""
@@ -380,16 +380,13 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes:
 JSON = "application/json"
 
 
-def as_described(answer: Record, gives: type[Record] | None) -> Record:
-    """Returns the answer after checking that it has the type that /openapi.json names."""
-    assert gives is not None and isinstance(answer, gives), f"/openapi.json says {gives}, not {type(answer)}"
-    return answer
-
-
-def to_json(answer: Record | Sequence[Record]) -> bytes:
-    if isinstance(answer, Record):
-        return answer.model_dump_json().encode()
-    return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()
+def to_json(answer: Record | Sequence[Record], gives: type[Record] | None) -> bytes:
+    """Returns an answer of one or several records, after checking that they have the type that /openapi.json names."""
+    records = [answer] if isinstance(answer, Record) else answer
+    wrong = [type(one) for one in records if gives is None or not isinstance(one, gives)]
+    assert not wrong, f"/openapi.json says {gives}, not {wrong[0]}"
+    text = ",".join(record.model_dump_json() for record in records)
+    return (text if isinstance(answer, Record) else f"[{text}]").encode()
 
 
 def problem(coordinator: Coordinator, refusal: Rejected) -> Response:

@@ -39,7 +39,6 @@ from shoal.swarm.coordinator.http.router import (
     JSON,
     PublicRoute,
     Router,
-    as_described,
     check_rate,
     failure,
     problem,
@@ -55,7 +54,6 @@ from shoal.swarm.coordinator.views import prometheus, stats
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import RunList, RunView
-from shoal.wire.record import Record
 from shoal.wire.run_spec import RunSpec
 
 PREFIX = "/runs/"
@@ -124,9 +122,7 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
     def look(route: PublicRoute, request: Request) -> Response:
         with coordinator.database.read() as db:
             answer = route.view(db, coordinator, request)
-        if isinstance(answer, Record):
-            return Response(to_json(as_described(answer, route.gives)), media_type=JSON)
-        return Response(to_json([as_described(record, route.gives) for record in answer]), media_type=JSON)
+        return Response(to_json(answer, route.gives), media_type=JSON)
 
     def look_at_metrics(request: Request) -> Response:
         with coordinator.database.read() as db:
@@ -228,7 +224,7 @@ class RunPool:
         assert len(self._apps) == len(apps), "two runs have the same name"
         self._first = apps[0]
         cache = AnswerCache(self._first.coordinator, CACHE_S)
-        self._list_cached = cache.cached(lambda _: Response(to_json(self._list()), media_type=JSON))
+        self._list_cached = cache.cached(lambda _: Response(to_json(self._list(), RunList), media_type=JSON))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -10,9 +10,8 @@ stake    keys, or owners' keys, with a balance. It limits how many leases they h
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN
@@ -40,7 +39,11 @@ def enrol(tx: Transaction, coordinator: Coordinator, ask: Enrol) -> Enrolled:
         named = {"owner": owner} if owner else {}
         tx.record("node.enrolled", node=tx.actor, software=ask.software, **named)
     elif owner is not None:
-        _renew_delegation(tx, tx.node, owner, until_s)
+        if tx.node.owner != owner:
+            raise Rejected("request.conflict", f"node {tx.actor[:16]} was enrolled by another owner")
+        if until_s != tx.node.delegated_until_s:
+            tx.write(update(nodes).where(nodes.c.node == tx.actor).values(delegated_until_s=until_s))
+            tx.record("node.delegated", node=tx.actor, owner=owner, until_s=until_s)
     trust = str(tx.node.trust) if tx.node is not None else Trust.PROBATION.value
     return Enrolled(node=tx.actor, trust=trust, run_key=coordinator.run_key.public)
 
@@ -60,14 +63,6 @@ def _insert_node(tx: Transaction, ask: Enrol, owner: str | None, until_s: float 
     zeros = ("streak", "lapses", "session_epoch", "live", "accepted", "rejected", "void", "credit")
     measures = ("lapsed_s", "rows_per_s", "tokens_per_s")
     tx.write(insert(nodes).values(**row, **dict.fromkeys(zeros, 0), **dict.fromkeys(measures, 0.0)))
-
-
-def _renew_delegation(tx: Transaction, node: Row[Any], owner: str, until_s: float | None) -> None:
-    if node.owner != owner:
-        raise Rejected("request.conflict", f"node {node.node[:16]} was enrolled by another owner")
-    if until_s != node.delegated_until_s:
-        tx.write(update(nodes).where(nodes.c.node == node.node).values(delegated_until_s=until_s))
-        tx.record("node.delegated", node=node.node, owner=owner, until_s=until_s)
 
 
 def admit(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:

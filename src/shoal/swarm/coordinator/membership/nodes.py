@@ -32,12 +32,8 @@ IS_RELIABLE = (nodes.c.accepted > 0) & (nodes.c.trust != Trust.QUARANTINED.value
 """Nodes whose submissions are expected to be accepted. Keys are free, so others may submit any amount of junk."""
 
 
-def find_node(db: Connection, key: str) -> Row[Any] | None:
-    return NODES.find(db, key)
-
-
 def get_node(db: Connection, key: str) -> Row[Any]:
-    node = find_node(db, key)
+    node = NODES.find(db, key)
     if node is None:
         raise Rejected("request.not_found", f"no node {key[:80]!r} is enrolled in this run")
     return node

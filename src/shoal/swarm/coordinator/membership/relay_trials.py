@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_manifest
 from shoal.swarm.coordinator.context import Coordinator, newest_version
-from shoal.swarm.coordinator.membership.relays import make_ticket, reports
+from shoal.swarm.coordinator.membership.relays import REPORTS, make_ticket
 from shoal.swarm.coordinator.rules.node_status import Liveness, liveness
 from shoal.swarm.coordinator.store.schema import relays
 from shoal.wire.codes import Rejected
@@ -43,7 +43,7 @@ class RelayTrials:
         """Starts the trials that are due and returns their threads."""
         now_s = self._coordinator.clock()
         with self._coordinator.database.read() as db:
-            rows, newest = reports(db), newest_version(db)
+            rows, newest = REPORTS.rows(db), newest_version(db)
         threads = []
         for row in rows:
             claimed = [

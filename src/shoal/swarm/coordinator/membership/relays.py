@@ -21,7 +21,8 @@ from shoal.wire.ticket import TICKET_S, Ticket
 
 NOT_TRIED = "the coordinator has not tried its URL yet"
 
-_ALL = Statement(select(relays).order_by(relays.c.url))
+REPORTS = Statement(select(relays).order_by(relays.c.url))
+"""The last report of each relay."""
 _OF_KEY = Statement(
     select(relays.c.url, relays.c.last_seen_s)
     .where(relays.c.key == given("key"))
@@ -102,11 +103,6 @@ def make_ticket(coordinator: Coordinator, holder: str, now_s: float) -> Sealed[T
     return seal(ticket, coordinator.run_key)
 
 
-def reports(db: Connection) -> list[Row[Any]]:
-    """Returns the last report of each relay."""
-    return _ALL.rows(db)
-
-
 def origin_url(db: Connection) -> str:
     """Returns where the trainer serves its versions; "" before version 0."""
     url: str | None = _ORIGIN.value(db)
@@ -122,7 +118,7 @@ def views(db: Connection, now_s: float, heartbeat_s: float, newest: int | None) 
             liveness=liveness(row.last_seen_s, now_s, heartbeat_s).value,
             versions=tuple(version for version in json.loads(row.versions) if version <= announced),
         )
-        for row in reports(db)
+        for row in REPORTS.rows(db)
     )
 
 

@@ -36,17 +36,17 @@ def next_rate(rate: float | None, rewards: Sequence[float]) -> float:
 
 def choose_attempts(seed: str, num_prompts: int, size: int, rate_of: RateOf) -> tuple[int, ...]:
     """Returns the accepted attempt of each prompt."""
-    return tuple(_choose(seed, index, size, rate_of) for index in range(num_prompts))
+
+    def choose(index: int) -> int:
+        for attempt in range(MAX_ATTEMPTS - 1):
+            rate = rate_of(prompt_seed(seed, index, attempt) % size)
+            if acceptance_draw(seed, index, attempt) < weight(rate):
+                return attempt
+        return MAX_ATTEMPTS - 1
+
+    return tuple(choose(index) for index in range(num_prompts))
 
 
 def problem_numbers(seed: str, attempts: Sequence[int], size: int) -> list[int]:
     """Returns the numbers of the problems that these attempts draw."""
     return [prompt_seed(seed, index, attempt) % size for index, attempt in enumerate(attempts)]
-
-
-def _choose(seed: str, index: int, size: int, rate_of: RateOf) -> int:
-    for attempt in range(MAX_ATTEMPTS - 1):
-        rate = rate_of(prompt_seed(seed, index, attempt) % size)
-        if acceptance_draw(seed, index, attempt) < weight(rate):
-            return attempt
-    return MAX_ATTEMPTS - 1

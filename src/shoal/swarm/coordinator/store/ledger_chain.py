@@ -84,7 +84,7 @@ _PLAIN = {
 
 
 def log_event(log: Log, event: LedgerEvent) -> None:
-    """Writes one event to the log. Types that are not listed here are not logged."""
+    """Writes one event to the log after its commit. Types that are not listed here are not logged."""
     body = event.body
     if event.type == "verdict.given":
         _log_verdict(log, body)

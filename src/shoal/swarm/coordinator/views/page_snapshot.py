@@ -59,6 +59,11 @@ MAX_TEXT = 1200
 def take_snapshot(db: Connection, context: ViewContext, curve: Curve | None = None) -> Snapshot:
     """Returns all sections of the page. A caller that caches the curve passes it; else all steps are read, for a report."""
     current = stats.stats(db, context)
+    end_s = (
+        current.server_time_s
+    )  # the right edge of the timeline: now, or the last verdict of a finished run
+    if current.finished:
+        end_s = db.execute(select(func.max(verdicts.c.given_at_s))).scalar_one() or end_s
     return Snapshot(
         terms=_terms(db, context),
         now=_now(current),
@@ -66,7 +71,7 @@ def take_snapshot(db: Connection, context: ViewContext, curve: Curve | None = No
         evaluations=current.evaluations,
         workers=_workers(db, current),
         verdicts=count_codes(current.submissions),
-        timeline=read_timeline(db, end_s=_end_of(db, current)),
+        timeline=read_timeline(db, end_s=end_s),
         relays=current.relays,
         releases=_releases(db),
         samples=read_samples(db, limit=MAX_SAMPLES),
@@ -157,14 +162,6 @@ def sentence_for(code: str | None) -> str:
 def _head(db: Connection) -> Head | None:
     row = db.execute(select(ledger).order_by(ledger.c.seq.desc()).limit(1)).one_or_none()
     return None if row is None else Head.copied_from(row)
-
-
-def _end_of(db: Connection, current: Stats) -> float:
-    """Returns the right edge of the timeline: now, or the last verdict of a finished run."""
-    if not current.finished:
-        return current.server_time_s
-    last_s: float | None = db.execute(select(func.max(verdicts.c.given_at_s))).scalar_one()
-    return current.server_time_s if last_s is None else last_s
 
 
 # -- the curve --------------------------------------------------------------------------------------------

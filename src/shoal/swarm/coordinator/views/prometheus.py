@@ -33,8 +33,19 @@ class _Collector:
         self._db, self._coordinator = db, coordinator
 
     def collect(self) -> Iterator[Metric]:
-        yield self._nodes()
-        yield self._ended_leases()
+        query = select(nodes.c.trust, func.count()).group_by(nodes.c.trust)
+        counts = Counter({row[0]: row[1] for row in self._db.execute(query)})
+        by_trust = GaugeMetricFamily("shoal_nodes", "enrolled nodes by trust", labels=["trust"])
+        for trust in Trust:
+            by_trust.add_metric([trust.value], counts[trust.value])
+        yield by_trust
+        ended = stats.ended_by_code(self._db)
+        by_code = CounterMetricFamily(
+            "shoal_leases_ended", "leases that have ended, by code", labels=["code"]
+        )
+        for code in [ACCEPTED, *(code for code in CODES if not code.startswith("request."))]:
+            by_code.add_metric([code], ended.get(code, 0))
+        yield by_code
         situation = stats.read_situation(self._db, self._coordinator)
         newest = -1 if situation.newest_version is None else situation.newest_version
         speed = stats.verified_tokens_per_s(self._db, self._coordinator.clock())
@@ -47,21 +58,6 @@ class _Collector:
         yield _gauge("held_groups", "groups that wait for a full check of their node", situation.held_groups)
         yield _gauge("finished", "1 if the run is over", int(situation.finished))
         yield _gauge("verified_tokens_per_second", "tokens of recently accepted submissions", speed)
-
-    def _nodes(self) -> Metric:
-        query = select(nodes.c.trust, func.count()).group_by(nodes.c.trust)
-        counts = Counter({row[0]: row[1] for row in self._db.execute(query)})
-        family = GaugeMetricFamily("shoal_nodes", "enrolled nodes by trust", labels=["trust"])
-        for trust in Trust:
-            family.add_metric([trust.value], counts[trust.value])
-        return family
-
-    def _ended_leases(self) -> Metric:
-        ended = stats.ended_by_code(self._db)
-        family = CounterMetricFamily("shoal_leases_ended", "leases that have ended, by code", labels=["code"])
-        for code in [ACCEPTED, *(code for code in CODES if not code.startswith("request."))]:
-            family.add_metric([code], ended.get(code, 0))
-        return family
 
 
 def _gauge(name: str, meaning: str, value: float) -> Metric:

@@ -178,17 +178,6 @@ class ViewContext(Protocol):
         """The coordinator's folder, with what `shoal run` writes there: NOTICES_FILE and NAMES_FILE."""
 
 
-def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float, name: str) -> NodeView:
-    return NodeView.copied_from(
-        node,
-        liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
-        # An ejected node gets no more work; its last heartbeat may still claim to generate.
-        phase="" if node.trust == Trust.BANNED.value else node.phase,
-        credit_held=held,
-        name=name,
-    )
-
-
 def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -> tuple[NodeView, ...]:
     """Returns the views of nodes, given as rows of the table."""
     now_s, config = context.clock(), context.config
@@ -211,7 +200,14 @@ def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -
             held[row.node] = _held(db, row, now_s, config.hold_s)
     names = read_names(context.folder)
     return tuple(
-        _node_view(row, held.get(row.node, 0), now_s, config.heartbeat_s, names.get(row.node, ""))
+        NodeView.copied_from(
+            row,
+            liveness=liveness(row.last_seen_s, now_s, config.heartbeat_s).value,
+            # An ejected node gets no more work; its last heartbeat may still claim to generate.
+            phase="" if row.trust == Trust.BANNED.value else row.phase,
+            credit_held=held.get(row.node, 0),
+            name=names.get(row.node, ""),
+        )
         for row in rows
     )
 

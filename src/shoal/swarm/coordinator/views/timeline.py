@@ -36,7 +36,14 @@ def read_timeline(db: Connection, *, end_s: float) -> Timeline:
     return Timeline(
         end_s=round(end_s, 2),
         span_s=round(end_s - start_s, 2),
-        spans=tuple(_span(bar, start_s, end_s) for bar in kept),
+        spans=tuple(  # times are relative to `end_s`, and clipped to the timeline
+            Span.copied_from(
+                bar,
+                start_s=round(max(bar.began_s, start_s) - end_s, 2),
+                end_s=round(min(bar.ended_s, end_s) - end_s, 2),
+            )
+            for bar in kept
+        ),
     )
 
 
@@ -50,15 +57,6 @@ class _Bar(NamedTuple):
     version: int | None
     code: str | None = None
     purpose: str = "train"
-
-
-def _span(bar: _Bar, start_s: float, end_s: float) -> Span:
-    """Returns the bar with times relative to `end_s`, clipped to the timeline."""
-    return Span.copied_from(
-        bar,
-        start_s=round(max(bar.began_s, start_s) - end_s, 2),
-        end_s=round(min(bar.ended_s, end_s) - end_s, 2),
-    )
 
 
 def _trainer_bars(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
@@ -76,14 +74,7 @@ def _trainer_bars(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
 
 def _work_bars(db: Connection, start_s: float, end_s: float) -> Iterable[_Bar]:
     """Yields the bars of recent leases. Only the MAX_LANES nodes with most leases get bars of their own."""
-    rows = db.execute(_recent_work(start_s)).all()
-    shown = {node for node, _ in Counter(row.node for row in rows).most_common(MAX_LANES)}
-    for row in rows:
-        yield from _lease_bars(row, end_s, shown=row.node in shown)
-
-
-def _recent_work(start_s: float) -> Select[Any]:
-    return (
+    query: Select[Any] = (
         select(
             leases.c.node,
             leases.c.purpose,
@@ -103,6 +94,10 @@ def _recent_work(start_s: float) -> Select[Any]:
         .order_by(leases.c.issued_at_s.desc())
         .limit(MAX_SPANS // 2)
     )
+    rows = db.execute(query).all()
+    shown = {node for node, _ in Counter(row.node for row in rows).most_common(MAX_LANES)}
+    for row in rows:
+        yield from _lease_bars(row, end_s, shown=row.node in shown)
 
 
 def _lease_bars(row: Row[Any], end_s: float, *, shown: bool) -> Iterable[_Bar]:
