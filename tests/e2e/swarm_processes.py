@@ -337,7 +337,13 @@ def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
     )
 
 
-def calibrated_swarm(folder: Path, *, workers: int = 1, lies: list[str] | None = None) -> Swarm:
+def calibrated_swarm(
+    folder: Path,
+    *,
+    workers: int = 1,
+    lies: list[str] | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Swarm:
     """Returns a bfloat16 run that calibrates itself and ends with its test."""
     swarm = Swarm(
         folder,
@@ -346,7 +352,7 @@ def calibrated_swarm(folder: Path, *, workers: int = 1, lies: list[str] | None =
         workers=workers,
         lies=lies,
         deadline_s=300.0,
-        settings=LARGE_LEASES,
+        settings=LARGE_LEASES | dict(settings or {}),
     )
     text = swarm.file.read_text().replace('model = "tiny"', 'model = "tiny"\ncompute_dtype = "bfloat16"')
     swarm.file.write_text(text)

@@ -29,7 +29,10 @@ LIFE = 60
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     torch.set_num_threads(1)
-    with calibrated_swarm(tmp_path_factory.mktemp("steering")) as swarm:
+    # A model that learns becomes sure of its tokens, and then few draws are near a random number: how many submissions convict would
+    # depend on how fast this machine trains.
+    settings = {"learning_rate": 1e-6}
+    with calibrated_swarm(tmp_path_factory.mktemp("steering"), settings=settings) as swarm:
         swarm.wait_for_version(1)
         yield swarm
 
