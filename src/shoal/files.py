@@ -1,16 +1,4 @@
-"""Atomic writes, lock files, full disks and free memory, written once for every room.
-
-write_atomically(path)     a file that is either complete or absent
-replace_folder(...)        the same for a folder that was filled under another name
-replace_link(link, target) a symbolic link that is replaced in one step
-link_or_copy(...)          a hard link where the file system has them
-hold_lock(path)            one process at a time in a folder
-explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
-free_memory_bytes()        the memory that this process can still get
-free_data_bytes()          what a limit of this process leaves of it (RLIMIT_DATA)
-is_out_of_memory(error)    whether an allocation failed
-restore_disk_error(path)   turns a library's own error about a full disk back into OSError
-"""
+"""Atomic writes, lock files, full disks and free memory, written once for every room."""
 
 import errno
 import fcntl

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.diloco.transport import mesh
+from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.diloco.transport.mesh import DirectLinks, LinkOffer, connect_direct
 from shoal.diloco.transport.stream import EncryptedStream, Stream, StreamBroken
 from shoal.telemetry import Log
@@ -193,6 +194,13 @@ def test_reordered_repeated_or_missing_frame_is_rejected(order: tuple[int, ...])
 def test_malformed_offer_is_refused(payload: bytes) -> None:
     with pytest.raises(Rejected, match="LinkOffer"):
         LinkOffer.parse(payload)
+
+
+def test_no_stream_is_opened_while_the_network_daemon_is_replaced() -> None:
+    """A round that asks a peer meanwhile fails and is tried again; it must not end the training."""
+    peer = HivemindMesh("run", PeerAddress())
+    with pytest.raises(StreamBroken, match="daemon is not running"):
+        asyncio.run(peer.open("someone"))
 
 
 def offer(port: int) -> LinkOffer:

@@ -69,32 +69,22 @@ def first_state(bases: tuple[Vector, ...]) -> OuterState:
 
 def outer_step(state: OuterState, average_N: Vector, outer: Outer, *, work: float) -> OuterState:
     """Returns the state after a round with the average pseudo-gradient `average_N` over `work` samples."""
-    at = state.fragment
-    base_N, momentum_N = step_vectors(state.bases[at], state.momenta[at], average_N, outer)
+    at, rate, mu = state.fragment, np.float32(outer.lr), np.float32(outer.momentum)
+    momentum_N = state.momenta[at] * mu
+    momentum_N += average_N
+    if outer.nesterov:
+        change_N = momentum_N * mu
+        change_N += average_N
+        change_N *= rate
+    else:
+        change_N = momentum_N * rate
     return replace(
         state,
         round=state.round + 1,
         work=state.work + work,
-        bases=_replaced(state.bases, at, base_N),
+        bases=_replaced(state.bases, at, np.subtract(state.bases[at], change_N, out=change_N)),
         momenta=_replaced(state.momenta, at, momentum_N),
     )
-
-
-def step_vectors(
-    base_N: Vector, momentum_N: Vector, average_N: Vector, outer: Outer
-) -> tuple[Vector, Vector]:
-    """Returns new weights and new momentum; the arguments are not modified."""
-    rate, mu = np.float32(outer.lr), np.float32(outer.momentum)
-    new_momentum_N = momentum_N * mu
-    new_momentum_N += average_N
-    if outer.nesterov:
-        change_N = new_momentum_N * mu
-        change_N += average_N
-        change_N *= rate
-    else:
-        change_N = new_momentum_N * rate
-    np.subtract(base_N, change_N, out=change_N)
-    return change_N, new_momentum_N
 
 
 def _replaced(vectors: tuple[Vector, ...], at: int, new: Vector) -> tuple[Vector, ...]:

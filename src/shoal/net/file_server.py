@@ -239,7 +239,8 @@ class FileServer:
         await asyncio.sleep(0)  # aborted transports close their sockets in the next iteration
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        usage = self._usages.connect(_peer_address(writer), time.monotonic())
+        peer = writer.get_extra_info("peername")
+        usage = self._usages.connect(str(peer[0]) if peer else "?", time.monotonic())
         if self._far_congestion_control is not None:
             _use_if_far(writer.get_extra_info("socket"), self._far_congestion_control)
         # With a limit of 0, drain waits until the buffer is empty, as sendfile past that buffer requires.
@@ -427,10 +428,10 @@ class _SocketSender:
             return None
 
     async def _wait_until_writable(self) -> None:
-        writable: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._fd, _set_done, writable)
+        writable = asyncio.Event()
+        self._loop.add_writer(self._fd, writable.set)
         try:
-            await writable
+            await writable.wait()
         finally:
             self._loop.remove_writer(self._fd)
 
@@ -455,11 +456,6 @@ def _use_if_far(sock: socket.socket, congestion_control: bytes) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control)
 
 
-def _set_done(future: "asyncio.Future[None]") -> None:
-    if not future.done():  # the loop may call this twice before the waiting task runs
-        future.set_result(None)
-
-
 def _format_head(response: FileResponse, keep_alive: bool) -> bytes:
     lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in response.headers.items()]
@@ -478,8 +474,3 @@ async def _read_until_closed(reader: asyncio.StreamReader, writer: asyncio.Strea
             for _ in range(64):
                 if not await reader.read(MAX_HEAD_BYTES):
                     return
-
-
-def _peer_address(writer: asyncio.StreamWriter) -> str:
-    peer = writer.get_extra_info("peername")
-    return str(peer[0]) if peer else "?"

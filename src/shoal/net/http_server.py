@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -71,13 +71,16 @@ def guard_bodies(app: Any) -> Any:
     """
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        announced = _body_headers(scope["headers"]) if scope["type"] == "http" else {}
+        headers = scope["headers"] if scope["type"] == "http" else ()
+        announced = {
+            name: value for name, value in headers if name in (b"transfer-encoding", b"content-length")
+        }
         if announced in ({}, {b"content-length": b"0"}):
             await app(scope, receive, send)
             return
         if len(announced) > 1:
-            headers = [(b"connection", b"close"), (b"content-length", b"0")]
-            await send({"type": "http.response.start", "status": 400, "headers": headers})
+            ended = [(b"connection", b"close"), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 400, "headers": ended})
             await send({"type": "http.response.body"})
             return
         read = False
@@ -96,11 +99,6 @@ def guard_bodies(app: Any) -> Any:
         await app(scope, counted, closing)
 
     return wrapped
-
-
-def _body_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Returns the headers that announce a body, by name."""
-    return {name: value for name, value in headers if name in (b"transfer-encoding", b"content-length")}
 
 
 class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -48,20 +48,18 @@ def hash_of_text(seq: int, time_s: float, type: str, actor: str, body: bytes, pr
     return hashlib.sha256(b'%b,"body":%b%b%b' % (before, body, prev_key, after)).hexdigest()
 
 
-def verify_chain(
-    events: Iterable[LedgerEvent], *, prev: str = GENESIS, first_seq: int = 1
-) -> tuple[int, str]:
+def verify_chain(events: Iterable[LedgerEvent]) -> tuple[int, str]:
     """Returns the number of events and the hash of the last one. Raises CorruptData at the first event that does not verify."""
-    seq, count = first_seq, 0
-    for event in events:
+    prev, seq = GENESIS, 0
+    for seq, event in enumerate(events, start=1):
         if event.seq != seq:
             raise CorruptData(f"found ledger event {event.seq} where {seq} was expected")
         if event.prev != prev:
             raise CorruptData(f"ledger event {seq} follows {event.prev[:16]}, not {prev[:16]}")
         if _recomputed_hash(event) != event.hash:
             raise CorruptData(f"ledger event {seq} ({event.type}) was changed: its hash does not match")
-        prev, seq, count = event.hash, seq + 1, count + 1
-    return count, prev
+        prev = event.hash
+    return seq, prev
 
 
 def _recomputed_hash(event: LedgerEvent) -> str | None:

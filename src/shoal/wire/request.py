@@ -45,7 +45,6 @@ class Signer:
 
     key: str
     nonce: str
-    expires_s: int
 
 
 def content_digest(body: bytes) -> str:
@@ -111,7 +110,7 @@ def _verify(headers: Mapping[str, str], target: Target, body_digest: str | None,
             f"the signature by {match['keyid'][:16]} does not match {target.method} {target.authority}{target.path}",
         )
     _check_window(int(match["created"]), int(match["expires"]), now_s)
-    return Signer(key=match["keyid"], nonce=match["nonce"], expires_s=int(match["expires"]))
+    return Signer(key=match["keyid"], nonce=match["nonce"])
 
 
 def _header(headers: Mapping[str, str], name: str) -> str:

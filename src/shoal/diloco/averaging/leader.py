@@ -382,7 +382,9 @@ class Leader:
                 async with asyncio.timeout(2 * PING_EVERY_S):
                     await ballot.ended.wait()
             except TimeoutError:
-                await self._ping_voters(ballot)
+                for peer in ballot.members:
+                    if peer not in (self._membership.own_id, *ballot.votes) and not await self._ping(peer):
+                        ballot.fail(f"{peer} is gone")
             if time.monotonic() - started_s > half_s:
                 slow = GroupReply(outcome="behind", reason="the group is slow", at_least=next_round - 1)
                 _set_replies(behind, slow)
@@ -393,13 +395,6 @@ class Leader:
         _set_replies(behind, result)
         await asyncio.sleep(CLOSED_VOTE_S)
         self._votes.pop(group, None)
-
-    async def _ping_voters(self, ballot: Ballot) -> None:
-        for peer in ballot.members:
-            if peer in ballot.votes or peer == self._membership.own_id:
-                continue
-            if not await self._ping(peer):
-                ballot.fail(f"{peer} is gone")
 
 
 def _set_replies(futures: "Iterable[asyncio.Future[GroupReply]]", reply: GroupReply) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ class Site:
         )
 
     def _load_data(self, folder: Path, peer: str) -> None:
-        data, seed = self.file.data, self.file.run.seed
+        data = self.file.data
         encode = text_encoder(self._source)
         tokens_N = read_corpus(data.files, encode, folder / "tokens")
         if data.validation:
@@ -271,12 +272,9 @@ class Site:
             raise ValueError(
                 f"data.sequence = {data.sequence} exceeds the model's {limits.max_positions} positions; lower data.sequence"
             )
-        self._samples = Samples(
-            tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=limits.vocab_size
-        )
-        held = Samples(
-            held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=limits.vocab_size
-        )
+        samples = partial(Samples, sequence=data.sequence, vocab_size=limits.vocab_size)
+        self._samples = samples(tokens_N, peer=peer, seed=self.file.run.seed)
+        held = samples(held_N, peer="validation", seed=0)
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager | None) -> DiLoCo | SiteFollower:

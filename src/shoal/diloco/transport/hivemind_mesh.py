@@ -174,6 +174,10 @@ class HivemindMesh:
 
     async def _open(self, peer: str, protocol: str) -> tuple[Stream, str]:
         """Opens the daemon's stream; returns it with the peer's host, or "" if it goes through a relay."""
+        if self._p2p is None:
+            raise StreamBroken(
+                f"no stream to {peer}: the network daemon is not running; another is being started"
+            )
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 

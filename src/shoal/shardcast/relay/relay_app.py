@@ -47,7 +47,13 @@ class RelayApp:
         """Answers one request; raises Rejected for a refusal."""
         parts = request.path.split("/")[1:]
         if parts == ["healthz"]:
-            return self._health()
+            health = {
+                "run": self.store.run,
+                "newest": self.store.newest,
+                "complete": self.store.complete(),
+                "bytes_sent": self.bytes_sent,
+            }
+            return FileResponse(200, json.dumps(health).encode(), {"content-type": "application/json"})
         if self._tickets is not None:
             self._tickets.check(request.headers)
         match parts:
@@ -60,15 +66,6 @@ class RelayApp:
             case ["versions", version, name]:
                 return await self._file(request, self._find(version), name)
         raise Rejected("request.not_found", f"no route {request.path[:80]!r}")
-
-    def _health(self) -> FileResponse:
-        health = {
-            "run": self.store.run,
-            "newest": self.store.newest,
-            "complete": self.store.complete(),
-            "bytes_sent": self.bytes_sent,
-        }
-        return FileResponse(200, json.dumps(health).encode(), {"content-type": "application/json"})
 
     async def _latest(self, request: FileRequest) -> FileResponse:
         after = _query_number(request, "after", default=-1.0, lowest=-1.0, highest=2.0**53)
