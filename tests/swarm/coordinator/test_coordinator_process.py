@@ -38,6 +38,7 @@ from shoal.wire.messages import (
     Stats,
 )
 from shoal.wire.record import Sealed, seal
+from shoal.wire.run_spec import EvalSpec
 
 pytestmark = pytest.mark.integration
 
@@ -239,6 +240,16 @@ def test_a_lease_must_fit_the_upload_limit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_upload_bytes=1000"):
         check_upload_limit(coordinator)
     coordinator.close()
+
+
+def test_a_lease_of_an_evaluation_must_fit_the_upload_limit_too(tmp_path: Path) -> None:
+    """Its files would be refused as too large, and the evaluation would never be complete."""
+    spec = SPEC.model_copy(update={"evals": (EvalSpec(task=SPEC.task, every=1, prompts=2, samples=4096),)})
+    coordinator = open_coordinator(
+        CONFIG.model_copy(update={"max_upload_bytes": 1 << 20}), spec, tmp_path, log=LOG
+    )
+    with closing(coordinator), pytest.raises(ValueError, match="a lease of 2 prompts may need"):
+        check_upload_limit(coordinator)
 
 
 def test_it_serves_until_it_is_stopped(tmp_path: Path) -> None:

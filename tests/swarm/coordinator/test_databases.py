@@ -17,7 +17,7 @@ from ledger_reader import read_ledger
 from shoal.net.http_client import Unreachable
 from shoal.swarm.coordinator.context import DATABASE_FILE
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.store.database import Database, WriteGroup, database_url
+from shoal.swarm.coordinator.store.database import Database, WriteGroup, database_url, read_only
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, nonces, run
 from shoal.swarm.coordinator.store.writer import Writer
 from shoal.swarm.coordinator.views import stats
@@ -175,9 +175,22 @@ def test_a_commit_that_fails_fails_all_of_its_group(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("name", ["a?b", "a?mode=ro", "a%41b", "50% of #2"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """`?` and `%` have a meaning in URLs: the tables were made in a file beside the folder, or not found."""
+    (tmp_path / name).mkdir()
+    path = tmp_path / name / DATABASE_FILE
+    with closing(Database(path)) as database:
+        write_alone(database, "one")
+        with read_only(path) as db:
+            assert db.execute(select(nonces.c.nonce)).scalar_one() == "one"
+    assert path.exists()
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+
+
 def test_urls() -> None:
-    assert database_url(Path("/x/y")) == "sqlite:////x/y"
-    assert database_url("postgresql://me@host/name") == "postgresql+psycopg://me@host/name"
+    assert str(database_url(Path("/x/y"))) == "sqlite:////x/y"
+    assert str(database_url("postgresql://me@host/name")) == "postgresql+psycopg://me@host/name"
     for bad in ("mysql://me@host/name", "no url at all"):
         with pytest.raises(ValueError, match="postgresql://"):
             database_url(bad)
@@ -285,13 +298,13 @@ def test_another_layout_is_refused_and_left_as_it_is(database: Database, layout:
         group.db.execute(run.insert().values(schema_version=layout, **row))
         group.db.execute(text("DROP TABLE evaluation_chunks"))
     with pytest.raises(ValueError, match=f"has layout {layout}, this software reads layout {SCHEMA_VERSION}"):
-        Database(Path(database.url.removeprefix("sqlite:///")) if database.is_sqlite else plain_url(database))
+        Database(Path(str(database.url.database)) if database.is_sqlite else plain_url(database))
     with database.read() as db:
         assert not inspect(db).has_table("evaluation_chunks")
 
 
 def plain_url(database: Database) -> str:
-    return database.url.replace("postgresql+psycopg://", "postgresql://")
+    return database.url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class BadReply(Exception):
 
 
 class TableReader:
-    """Reads tables in a child process that serves many files. Use it as a context manager, or call `close`."""
+    """Reads tables in a child process that serves many files. Use it as a context manager."""
 
     def __init__(
         self,
@@ -89,9 +89,6 @@ class TableReader:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
         self.child.close()
 
     def read(self, data: bytes, limits: TableLimits) -> RolloutTable:

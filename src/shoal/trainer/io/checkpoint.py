@@ -234,7 +234,11 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
         shutil.rmtree(final, ignore_errors=True)
         replace_folder(partial_folder, final)
         self.covered = state.version
-        self._delete_others(state.version)
+        # Checkpoints newer than the one just saved are damaged, or the run would have continued from them.
+        known = self._versions()
+        older = sorted((version for version in known if version <= state.version), reverse=True)
+        for version in set(known) - set(older[: self._keep]):
+            shutil.rmtree(self._folder / f"v{version:06d}")
 
     def _partial(self, version: int) -> Path:
         return self._folder / f".v{version:06d}.partial"
@@ -242,12 +246,6 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
     def _versions(self) -> list[int]:
         matches = (_FOLDER.fullmatch(path.name) for path in self._folder.iterdir())
         return [int(match[1]) for match in matches if match]
-
-    def _delete_others(self, saved: int) -> None:
-        # Checkpoints newer than the one just saved are damaged, or the run would have continued from them.
-        older = sorted((version for version in self._versions() if version <= saved), reverse=True)
-        for version in set(self._versions()) - set(older[: self._keep]):
-            shutil.rmtree(self._folder / f"v{version:06d}")
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:

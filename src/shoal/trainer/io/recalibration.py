@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,11 +138,14 @@ class Recalibration:
         log(f"{what}: measuring the noise of version {version}, beside the run", version=version)
         self._tried = version
         try:
-            folder, measure = self._write_model(diff), self._measure
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._work.mkdir(parents=True)
+            copy_all_but_weights(self._model_folder, self._work)
+            diff.image.write(self._work / WEIGHTS_FILE)
         except OSError as error:  # a full disk must not end the training
             self._failed(moved, version, error)
             return
-        task = BackgroundTask(f"calibrate-{version}", lambda: measure(folder))
+        task = BackgroundTask(f"calibrate-{version}", partial(self._measure, self._work))
         self._running = _Measurement(version, moved, doubt if in_doubt else None, self._began_s, task)
 
     def take(self, version: int) -> LaterNoise | None:
@@ -206,13 +210,6 @@ class Recalibration:
             "that was not calibrated (`shoal toploc prove` there, `shoal toploc calibrate` here)"
         )
         self._log.warning(f"{said}; {verdict}", version=measured.version)
-
-    def _write_model(self, diff: WeightsDiff) -> Path:
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-        copy_all_but_weights(self._model_folder, self._work)
-        diff.image.write(self._work / WEIGHTS_FILE)
-        return self._work
 
 
 def _describe(doubt: NoiseDoubt) -> str:

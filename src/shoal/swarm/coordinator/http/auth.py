@@ -45,7 +45,14 @@ def admitted(
     node = NODES.find(group.db, signer.key) if role is None else None
     if role is None and node is None and is_relay_key(group.db, signer.key):
         role = "relay"
-    _check_caller(role or ("newcomer" if node is None else "node"), signer, allowed)
+    caller: Caller = role or ("newcomer" if node is None else "node")
+    if caller not in allowed:
+        if caller == "newcomer":
+            raise Rejected("request.unknown_key", f"key {signer.key[:16]} is not enrolled in this run")
+        raise Rejected(
+            "request.not_allowed",
+            f"key {signer.key[:16]} is a {caller} key; this route is for {' or '.join(sorted(allowed))}",
+        )
     if not _SPEND_NONCE.run(group.db, key=signer.key, nonce=signer.nonce, seen_at_s=coordinator.clock()):
         raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
     with coordinator.transaction(signer.key, group=group) as tx:
@@ -58,17 +65,6 @@ def admitted(
 def prune_nonces(tx: Transaction) -> None:
     """Deletes nonces of signatures that are too old to be accepted again."""
     tx.write(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
-
-
-def _check_caller(caller: Caller, signer: Signer, allowed: frozenset[Caller]) -> None:
-    if caller in allowed:
-        return
-    if caller == "newcomer":
-        raise Rejected("request.unknown_key", f"key {signer.key[:16]} is not enrolled in this run")
-    raise Rejected(
-        "request.not_allowed",
-        f"key {signer.key[:16]} is a {caller} key; this route is for {' or '.join(sorted(allowed))}",
-    )
 
 
 def _check_node(tx: Transaction, node: Row[Any], allowed: frozenset[Caller]) -> None:

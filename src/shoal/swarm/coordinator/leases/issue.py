@@ -383,12 +383,17 @@ def check_upload_limit(coordinator: Coordinator) -> None:
     """Raises ValueError if the largest lease may need a larger upload than the configuration allows."""
     config, spec = coordinator.config, coordinator.spec
     most = max(config.prompts_per_lease, config.max_prompts_per_lease)
-    needed = 0
+    sizes = []
     for leased in coordinator.trained:
         prompts = pose_prompts(leased.task, "train", range(most))
-        needed = max(needed, max_bytes(prompts, spec.sampling.of(leased.spec), spec.proof))
+        sizes.append((max_bytes(prompts, spec.sampling.of(leased.spec), spec.proof), most))
+    for one, leased in coordinator.evaluated:
+        prompts = pose_prompts(leased.task, "eval", range(min(config.prompts_per_lease, one.prompts)))
+        sampling = spec.sampling.of(leased.spec).model_copy(update={"samples_per_prompt": one.samples})
+        sizes.append((max_bytes(prompts, sampling, spec.proof), len(prompts)))
+    needed, num_prompts = max(sizes)
     if needed > config.max_upload_bytes:
         raise ValueError(
-            f"a lease of {most} prompts may need {needed} bytes, above "
+            f"a lease of {num_prompts} prompts may need {needed} bytes, above "
             f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
         )

@@ -111,9 +111,6 @@ class RolloutQuery:
             found.append(transcripts.c.seq < self.before)
         return found
 
-    def may_match(self, row: Row[Any]) -> bool:
-        return self.reward is None or row.reward_min <= self.reward <= row.reward_max
-
     def matches(self, prompt: str, group: GroupText) -> bool:
         if self.reward is not None and all(abs(one.reward - self.reward) > 1e-6 for one in group.samples):
             return False
@@ -137,7 +134,7 @@ def read_rollouts(db: Connection, query: RolloutQuery) -> RolloutPage:
     opened, num_bytes, last = 0, 0, None
     for row in rows:
         last = row.seq
-        if not query.may_match(row):
+        if query.reward is not None and not row.reward_min <= query.reward <= row.reward_max:
             continue
         found += _read_groups(db, query, row)
         opened += 1

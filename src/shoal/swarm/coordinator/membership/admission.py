@@ -70,31 +70,29 @@ def admit(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | No
     if tx.db.execute(select(revoked_keys).where(revoked_keys.c.node == tx.actor)).one_or_none() is not None:
         raise Rejected("request.revoked", f"key {tx.actor[:16]} was revoked")
     if coordinator.config.admission != "open":
-        _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
+        reason = _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
+        if reason is not None:
+            raise Rejected("request.not_admitted", reason)
 
 
-def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> str | None:
     if _is_allowed(tx, owner):
-        return
+        return None
     digest = invite_digest(ask.invite)
     found = tx.db.execute(
         select(admissions).where(admissions.c.kind == "invite", admissions.c.subject == digest)
     ).one_or_none()
     if found is None or found.amount < 1 or (found.expires_at_s or tx.now_s) < tx.now_s:
-        raise Rejected(
-            "request.not_admitted",
-            "the invitation is missing, unknown, used up or expired; ask the operator for one and join with --invite CODE",
-        )
+        return "the invitation is missing, unknown, used up or expired; ask the operator for one and join with --invite CODE"
     change_amount(tx, "invite", digest, -1)
     tx.record("invite.used", invite=digest, node=tx.actor)
+    return None
 
 
-def _admit_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
-    if not _is_allowed(tx, owner):
-        raise Rejected(
-            "request.not_admitted",
-            f"this run admits only keys that the operator listed; {tx.actor} is not one of them",
-        )
+def _admit_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> str | None:
+    if _is_allowed(tx, owner):
+        return None
+    return f"this run admits only keys that the operator listed; {tx.actor} is not one of them"
 
 
 def _is_allowed(tx: Transaction, owner: str | None) -> bool:
@@ -102,30 +100,27 @@ def _is_allowed(tx: Transaction, owner: str | None) -> bool:
     return any(amount_of(tx.db, "allow", key) for key in (tx.actor, owner) if key)
 
 
-def _admit_by_work(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_by_work(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> str | None:
     needed, done = coordinator.config.work_bits, work_bits(coordinator.run_key.public, tx.actor, ask.work)
-    if done < needed:
-        raise Rejected(
-            "request.not_admitted",
-            f"this run asks for a proof of work of {needed} bits for this run and node; this one has {done}",
-        )
+    if done >= needed:
+        return None
+    return f"this run asks for a proof of work of {needed} bits for this run and node; this one has {done}"
 
 
-def _admit_by_stake(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_by_stake(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> str | None:
     per_lease, has = coordinator.config.stake_per_lease, amount_of(tx.db, "stake", owner or tx.actor)
-    if has < per_lease:
-        raise Rejected(
-            "request.not_admitted",
-            f"this run asks for a stake of {per_lease} per lease; {owner or tx.actor} has {has}",
-        )
+    if has >= per_lease:
+        return None
+    return f"this run asks for a stake of {per_lease} per lease; {owner or tx.actor} has {has}"
 
 
-_POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], None]] = {
+_POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], str | None]] = {
     "invite": _admit_invited,
     "allow": _admit_allowed,
     "work": _admit_by_work,
     "stake": _admit_by_stake,
 }
+"""Each admits the calling key, or returns what the run asks for."""
 
 
 # -- balances ---------------------------------------------------------------------------------------------

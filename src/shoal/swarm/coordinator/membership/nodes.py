@@ -94,33 +94,20 @@ def leave(tx: Transaction, coordinator: Coordinator, ask: Leave) -> Recorded:
     return Recorded(seq=change_standing(tx, coordinator, tx.actor, TrustEvent.LEAVE, "the node left") or 0)
 
 
-def mark_live(tx: Transaction) -> None:
-    """Notes that the calling node is live."""
-    _record_return(tx)
-    tx.update(NODES, tx.actor, last_seen_s=tx.now_s, live=1)
+def mark_live(tx: Transaction, **values: Any) -> None:
+    """Notes that the calling node is live, and sets other columns of its row."""
+    # Not of new keys: they are free, and each could write two events to the ledger every two minutes, for ever.
+    if not tx.caller().live and tx.caller().accepted:
+        tx.record("node.live", node=tx.actor)
+    tx.update(NODES, tx.actor, last_seen_s=tx.now_s, live=1, **values)
 
 
 def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> HeartbeatReply:
     tx.check_session(beat.epoch)
-    _record_return(tx)
-    tx.update(
-        NODES,
-        tx.actor,
-        last_seen_s=tx.now_s,
-        live=1,
-        phase=beat.phase,
-        policy_version=beat.policy_version,
-        tokens_per_s=beat.tokens_per_s,
-    )
+    mark_live(tx, phase=beat.phase, policy_version=beat.policy_version, tokens_per_s=beat.tokens_per_s)
     # Jitter keeps nodes that started together from sending heartbeats together.
     next_in_s = coordinator.config.heartbeat_s * random.uniform(0.8, 1.0)
     return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=next_in_s)
-
-
-def _record_return(tx: Transaction) -> None:
-    # Not of new keys: they are free, and each could write two events to the ledger every two minutes, for ever.
-    if not tx.caller().live and tx.caller().accepted:
-        tx.record("node.live", node=tx.actor)
 
 
 def record_offline(tx: Transaction, heartbeat_s: float) -> None:

@@ -5,16 +5,15 @@ the coordinator itself has fetched a manifest from it (relay_trials.py).
 """
 
 import json
-from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.rules.node_status import Liveness, liveness
 from shoal.swarm.coordinator.store.schema import policies, relays
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
-from shoal.wire.delegation import RelayDelegation, check_relay_delegation
+from shoal.wire.delegation import check_relay_delegation
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
 from shoal.wire.record import Sealed, seal
 from shoal.wire.ticket import TICKET_S, Ticket
@@ -53,7 +52,13 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
     if found is not None and found.key == tx.actor:
         tx.write(update(relays).where(relays.c.url == told.url).values(**values))
     else:
-        _check_newest(found, tx.actor, delegation)
+        # The URL belongs to the key that was delegated last: so the operator replaces a stolen key.
+        if found is not None and found.delegated_at_s >= delegation.not_before_s:
+            raise Rejected(
+                "request.revoked",
+                f"{found.url} was delegated to relay {found.key[:16]} at {found.delegated_at_s:.0f}, "
+                f"to {tx.actor[:16]} at {delegation.not_before_s:.0f}; the newest delegation counts",
+            )
         values |= {"key": tx.actor, "problem": NOT_TRIED if coordinator.config.try_relays else ""}
         if found is None:
             tx.write(insert(relays).values(url=told.url, **values))
@@ -63,16 +68,6 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
     return HeartbeatReply(
         finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
     )
-
-
-def _check_newest(found: Row[Any] | None, key: str, delegation: RelayDelegation) -> None:
-    """Raises Rejected if the URL belongs to a key that was delegated later: so the operator replaces a stolen key."""
-    if found is not None and found.delegated_at_s >= delegation.not_before_s:
-        raise Rejected(
-            "request.revoked",
-            f"{found.url} was delegated to relay {found.key[:16]} at {found.delegated_at_s:.0f}, "
-            f"to {key[:16]} at {delegation.not_before_s:.0f}; the newest delegation counts",
-        )
 
 
 def is_relay_key(db: Connection, key: str) -> bool:

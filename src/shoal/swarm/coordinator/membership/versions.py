@@ -93,16 +93,13 @@ def _calibrate(tx: Transaction, coordinator: Coordinator, later: LaterNoise, ver
     Evidence names the calibration that it was judged by, so audits repeat earlier verdicts with the earlier one.
     """
     spec = spec_now(tx.db, coordinator.spec)
+    wrong = ""
     if later.from_version != version:
-        raise Rejected(
-            "request.malformed",
-            f"the calibration is from version {later.from_version} on, the manifest is of {version}",
-        )
-    if later.measured_version > version:
-        raise Rejected(
-            "request.malformed",
-            f"the calibration was measured with version {later.measured_version}, the manifest is of {version}",
-        )
+        wrong = f"is from version {later.from_version} on"
+    elif later.measured_version > version:
+        wrong = f"was measured with version {later.measured_version}"
+    if wrong:
+        raise Rejected("request.malformed", f"the calibration {wrong}, the manifest is of {version}")
     try:
         RunSpec.model_validate(spec.model_dump() | {"later_noise": (later.model_dump(),)})
     except ValueError as error:

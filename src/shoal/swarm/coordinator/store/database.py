@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError
 
 from shoal.swarm.coordinator.store.schema import open_layout
@@ -148,9 +149,10 @@ class Database:
         self._engine.dispose()
 
 
-def database_url(where: Path | str) -> str:
+def database_url(where: Path | str) -> URL:
     if isinstance(where, Path):
-        return f"sqlite:///{where}"
+        # Not from text: "?" and "%" in the name of a folder would be read as parts of the URL, and name another file.
+        return URL.create("sqlite", database=str(where))
     try:
         url = make_url(where)
     except ArgumentError:
@@ -159,7 +161,7 @@ def database_url(where: Path | str) -> str:
         raise ValueError(
             f"{url.get_backend_name()!r} is not a supported database; leave --database out for SQLite, or give postgresql://..."
         )
-    return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    return url.set(drivername="postgresql+psycopg")
 
 
 def _reach(engine: Engine, where: Path | str) -> None:
@@ -187,7 +189,9 @@ def read_only(where: Path | str) -> Iterator[Connection]:
     if isinstance(where, Path):
         if not where.exists():
             raise FileNotFoundError(f"no database at {where}; a coordinator's folder has shoal.db")
-        engine = create_engine(f"sqlite:///file:{where}?mode=ro&uri=true")
+        # SQLite reads this name as a URI of its own.
+        query = {"mode": "ro", "uri": "true"}
+        engine = create_engine(URL.create("sqlite", database=f"file:{quote(str(where))}", query=query))
     else:
         engine = _make_engine(database_url(where))
     try:
@@ -199,8 +203,8 @@ def read_only(where: Path | str) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _make_engine(url: str) -> Engine:
-    if url.startswith("sqlite"):
+def _make_engine(url: URL) -> Engine:
+    if url.get_backend_name() == "sqlite":
         engine = create_engine(
             url, pool_size=READERS, connect_args={"check_same_thread": False, "cached_statements": 256}
         )
