@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -63,7 +64,12 @@ class Imported:
 
 
 def url(text: str) -> str:
-    if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
+    pattern = r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?"
+    try:
+        valid = re.fullmatch(pattern, text) is not None and urllib.parse.urlsplit(text).port != 0
+    except ValueError:  # the port is no number, or the brackets hold no IPv6 address
+        valid = False
+    if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
     return text.rstrip("/")
 
