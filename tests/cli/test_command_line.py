@@ -126,6 +126,8 @@ def test_error_messages() -> None:
         ("relay", ["--port", "65536"], "'65536' must be a whole number from 0 to 65535"),
         ("relay", ["--upstream", "origin"], "'origin' must look like http://HOST:PORT"),
         ("trainer", ["--url", "ftp://x"], "'ftp://x' must look like http://HOST:PORT"),
+        ("worker", ["--coordinator", "http://a:87x0"], "'http://a:87x0' must look like http://HOST:PORT"),
+        ("relay", ["--upstream", "http://[::1"], "'http://[::1' must look like http://HOST:PORT"),
         ("coordinator", ["--port", "x"], "'x' must be a whole number"),
     ],
 )

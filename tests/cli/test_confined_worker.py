@@ -68,6 +68,15 @@ def test_a_run_does_not_choose_ports_of_the_machines_services(
     assert "not to 22:" in typed.note
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://relay.example:port", "http://relay.example:99999"])
+def test_a_relays_url_that_is_none_gives_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    stats = cast("Stats", Some(relays=[Some(url=url)], origin=""))
+    assert confinement("https://a", tmp_path, INFO, stats).ports == (53, 443, 8800)
+
+
 def test_a_run_chooses_few_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.getproxies", dict)
     rules = confinement("https://a", tmp_path, INFO, run_with_relays(*range(2000, 60000)))

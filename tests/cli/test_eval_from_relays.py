@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from shoal import shardcast
 from shoal.cli.commands.doctor import _relay
-from shoal.cli.commands.evaluate import _open_model, fetch_published
+from shoal.cli.commands.evaluate import _open_model, _willing, fetch_published
 from shoal.cli.main import parse
 from shoal.cli.public_api import PublicApi
 from shoal.net.http_client import Unreachable
@@ -187,6 +187,14 @@ def test_a_coordinators_answer_that_comes_too_slowly_is_not_awaited(monkeypatch:
     refused = pytest.raises(Unreachable, match="/v1/info takes more than 0 s")
     with EndlessServer() as server, PublicApi(server.url) as api, refused:
         api.read("/v1/info", Info)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://relay.example:port", "http://relay.example\x00"])
+def test_a_relays_url_that_is_none(run: Run, url: str) -> None:
+    """A coordinator chooses the URLs of its relays."""
+    assert _relay(url, run.manifest.body).state == "bad"
+    with pytest.raises(ValueError, match="neither relays nor origin answer"):
+        _willing([url], None)
 
 
 def test_doctor_accepts_a_private_relay(run: Run) -> None:

@@ -20,7 +20,8 @@ def docs(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.page is None:
         width = max(map(len, pages))
         for name, path in pages.items():
-            print(f"{name:<{width}}  {_title(path)}")
+            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            print(f"{name:<{width}}  {title}")
         return EXIT_OK
     name = options.page.removeprefix("docs/").removesuffix(".md")
     if name not in pages:
@@ -47,8 +48,3 @@ def find_pages() -> dict[str, Path]:
             if f"{INSTALLED}/" in str(file)
         }
     return {name.removesuffix(".md"): found[name] for name in sorted(found) if name.endswith(".md")}
-
-
-def _title(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("# ")

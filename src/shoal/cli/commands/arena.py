@@ -200,10 +200,6 @@ def _cell(lie: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
         return "read"
     if found is None:
         return "n/a"
-    shares = " ".join(_percent(share) for share in found["detected"].values())
+    # Rounded down, so that only 100 % reads 100.
+    shares = " ".join(f"{math.floor(100 * share):>3}" for share in found["detected"].values())
     return f"{shares} {found['tokens'] or '-':>5}"
-
-
-def _percent(share: float) -> str:
-    """Returns a share in %, rounded down, so that only 100 % reads 100."""
-    return f"{math.floor(100 * share):>3}"

@@ -42,7 +42,6 @@ from shoal.wire.record import Sealed, seal
 from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:  # the validator needs torch, which `shoal ledger verify` must do without
-    from shoal.swarm.validator.loaded_versions import LoadedVersions
     from shoal.swarm.validator.prefill import LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
@@ -252,14 +251,12 @@ def _audit_url(options: argparse.Namespace, stop: threading.Event) -> Iterator[A
             held={version for relay in stats.relays for version in relay.versions},
             claim=lambda lease_id: client.call("GET", f"/v1/checks/{lease_id}", None, Claim),
             read_object=client.fetch_object,
-            policy=partial(_served_policy, versions),
+            policy=lambda claim: (
+                versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
+                if claim.relays
+                else None
+            ),
         )
-
-
-def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy | None":
-    if not claim.relays:
-        return None
-    return versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,11 @@ def _write_kept(
     kept = [one for one, done in results if low <= done.right / samples <= high]
     # Another machine must grade the problems of `listed` by the same code and package versions.
     pinned = spec if isinstance(task, DataSet) else pin_task(spec)
-    rows = [_row(task, one, pinned) for one in kept] + _held_out_rows(task)
+    rows = [
+        task.entry("train", one.seed).row if isinstance(task, DataSet) else listed_row(one.problem, pinned)
+        for one in kept
+    ]
+    rows += _held_out_rows(task)
     _write(options.out, "".join(f"{json.dumps(row)}\n" for row in rows))
     report = _report([done for _, done in results], len(kept), samples, (low, high)) | dict(totals or {})
     report["held_out"] = len(rows) - len(kept)
@@ -317,7 +322,7 @@ def _wait_for_answers(api: PublicApi, one: EvalSpec, stop: threading.Event) -> N
                 raise Stopped(f"stopped with {done} of {wanted} chunks answered; the same command continues")
 
 
-class FilterProgress:
+class FilterProgress(AbstractContextManager["FilterProgress"]):
     """The problems that are done, in a file that survives a stop. Raises ValueError for a file with other settings."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -328,9 +333,6 @@ class FilterProgress:
         else:
             _write(path, f"{head}\n")
         self._file = path.open("a", encoding="utf-8")
-
-    def __enter__(self) -> "FilterProgress":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -373,11 +375,6 @@ def _settings(
         "dtype": options.dtype,
         **asdict(draw),
     }
-
-
-def _row(task: Task, one: PosedProblem, spec: TaskSpec) -> dict[str, Any]:
-    """Returns a data set's row unchanged, or a generated problem as a row for the task `listed`."""
-    return task.entry("train", one.seed).row if isinstance(task, DataSet) else listed_row(one.problem, spec)
 
 
 def _held_out_rows(task: Task) -> list[dict[str, Any]]:

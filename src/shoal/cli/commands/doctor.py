@@ -220,7 +220,7 @@ def _relay(url: str, manifest: Manifest) -> HealthCheck:
                 got += len(piece)
                 if got >= size or time.monotonic() > began_s + TIMEOUT_S:
                     break
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         return bad(
             "relay",
             f"{url}: {type(error).__name__}: {error}",

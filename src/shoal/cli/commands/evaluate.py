@@ -267,7 +267,7 @@ def fetch_published(
 
 
 def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
-    """Returns the sources that do not refuse us. A fetch would keep asking the others until its deadline."""
+    """Returns the sources that do not refuse this client. A fetch would keep asking the others until its deadline."""
     header = ticket() if ticket is not None else ""
     headers = {"Authorization": header} if header else {}
     status = {source: _status(source, headers) for source in sources}
@@ -290,7 +290,7 @@ def _status(source: str, headers: dict[str, str]) -> int | None:
     try:
         with httpx2.stream("GET", f"{source}/ticket", headers=headers, timeout=TIMEOUT_S) as answer:
             return answer.status_code
-    except httpx2.HTTPError:
+    except (httpx2.HTTPError, httpx2.InvalidURL):
         return None  # it may be reachable again later, while others serve
 
 

@@ -59,7 +59,9 @@ def export(options: argparse.Namespace, stop: threading.Event) -> int:
     with _open_version(options, stop) as (folder, facts):
         _write_export(folder, out, facts)
     name = printable(facts.spec.run)
-    print(f"{out}: version {facts.version} of run {name}{_held_out(facts)}, with a model card in {CARD}")
+    reward = _held_out(facts)
+    shown = f", held-out reward {reward}" if reward else ""
+    print(f"{out}: version {facts.version} of run {name}{shown}, with a model card in {CARD}")
     print(f"  load it           transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     print(f"  talk to it        shoal chat {out}")
     return EXIT_OK
@@ -151,7 +153,7 @@ def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tu
 
 def _held_out(facts: RunFacts) -> str:
     found = held_out_means(facts.history.evaluations).get(facts.version)
-    return "" if found is None else f", held-out reward {found:.3f}"
+    return "" if found is None else f"{found:.3f}"
 
 
 def _describe_task(task: TaskSpec) -> str:
@@ -186,7 +188,7 @@ def model_card(facts: RunFacts) -> str:
         *(f"- Task: {_describe_task(task)}" for task in spec.tasks),
         f"- Sampling: temperature {spec.sampling.temperature:g}, at most {spec.sampling.max_new_tokens} tokens, "
         f"{spec.sampling.samples_per_prompt} samples for each prompt",
-        f"- Held-out reward of this version: {_held_out(facts).removeprefix(', held-out reward ') or 'not evaluated'}",
+        f"- Held-out reward of this version: {_held_out(facts) or 'not evaluated'}",
         "",
         "## Held-out reward",
         "",

@@ -117,11 +117,10 @@ class EngineThread:
                 if self._engine.has_work:
                     self._hand_out(self._engine.step())
         finally:
+            unfinished = list(self._open.values())
             while not self._queue.empty():
-                waiting = self._queue.get()
-                self._open[self._num_taken] = waiting
-                self._num_taken += 1
-            for waiting in self._open.values():
+                unfinished.append(self._queue.get())
+            for waiting in unfinished:
                 with contextlib.suppress(InvalidStateError):
                     waiting.done.set_exception(
                         ServeError("the server stopped before the answer was complete")

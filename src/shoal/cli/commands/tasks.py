@@ -42,19 +42,15 @@ def show_task(options: argparse.Namespace, stop: threading.Event) -> int:
     task = load_task(spec)
     posed = [one.problem for one in pose(task, posed_split(task), SHOWN, options.seed)]
     for number, problem in enumerate(posed, start=1):
-        _print_problem(number, task, problem, posed)
+        print(f"{number}. {_short(problem.prompt)}")
+        if problem.answer:
+            _print_answer("right", task, problem, problem.answer)
+        else:
+            print("   right answer  unknown: the task only checks answers")
+        others = [other.answer for other in posed if other.answer not in ("", problem.answer)]
+        _print_answer("wrong", task, problem, [*others, "I do not know."][0])
+        print()
     return EXIT_OK
-
-
-def _print_problem(number: int, task: Task, problem: Problem, posed: list[Problem]) -> None:
-    print(f"{number}. {_short(problem.prompt)}")
-    if problem.answer:
-        _print_answer("right", task, problem, problem.answer)
-    else:
-        print("   right answer  unknown: the task only checks answers")
-    others = [other.answer for other in posed if other.answer not in ("", problem.answer)]
-    _print_answer("wrong", task, problem, [*others, "I do not know."][0])
-    print()
 
 
 def _print_answer(kind: str, task: Task, problem: Problem, answer: str) -> None:

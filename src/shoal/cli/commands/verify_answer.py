@@ -130,17 +130,16 @@ def read_response(path: Path) -> tuple[AnswerEvidence, list[str]]:
         raise ValueError(f"{path} has {len(data)} bytes, at most {MAX_RESPONSE_BYTES}")
     try:
         response = json.loads(data)
-        texts = [_text(choice) for choice in response["choices"]]
+        texts = [
+            str(choice["message"]["content"] if "message" in choice else choice["text"])
+            for choice in response["choices"]
+        ]
         evidence = response["shoal"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no answer of shoal serve: {type(error).__name__} {error}; store the whole response as JSON"
         ) from None
     return AnswerEvidence.parse(json.dumps(evidence)), texts
-
-
-def _text(choice: dict[str, Any]) -> str:
-    return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
 def check_words(evidence: AnswerEvidence, texts: Sequence[str], tokenizer: Tokenizer) -> None:

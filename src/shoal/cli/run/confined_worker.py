@@ -87,10 +87,10 @@ def _ports(urls: Iterable[str]) -> list[int]:
 
 
 def _port(url: str) -> int | None:
-    parts = urllib.parse.urlsplit(url)
     try:
+        parts = urllib.parse.urlsplit(url)
         return parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    except ValueError:  # not a port number
+    except ValueError:  # not a URL, or not a port number
         return None
 
 

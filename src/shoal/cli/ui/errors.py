@@ -83,9 +83,8 @@ def describe_error(error: Exception, options: argparse.Namespace) -> str:
     if not sys.stderr.isatty():
         return f"{above}shoal: {message}"
     value, remedy = split_remedy(message)
-    return above + _report(
-        "shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or shoal docs cli"
-    )
+    kind = next(words for kind, (_, words) in expected_errors().items() if isinstance(error, kind))
+    return above + _report("shoal", kind, value, remedy or "shoal COMMAND --help, or shoal docs cli")
 
 
 def error_message(error: Exception, *, has_deadline: bool, folder: Path | None = None) -> str:
@@ -160,7 +159,3 @@ def expected_errors() -> dict[type[Exception], tuple[int, str]]:
         OSError: (EXIT_USAGE, "a file or an address cannot be used"),
         ValueError: (EXIT_USAGE, "cannot be done like this"),
     }
-
-
-def _kind_of(error: Exception) -> str:
-    return next(words for kind, (_, words) in expected_errors().items() if isinstance(error, kind))

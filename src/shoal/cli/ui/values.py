@@ -1,4 +1,4 @@
-"""Types of command-line values, options that several commands share, and confidence intervals of what commands measure."""
+"""Types of command-line values, options that several commands share, and figures that several commands compute."""
 
 import argparse
 import contextlib
@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,9 +37,8 @@ ADMIN_ACTIONS = {
 }
 """The actions of `shoal admin`: what each needs, if anything, and what it does."""
 
-Commands: TypeAlias = (
-    "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
-)
+# argparse has no public names for these two.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser, or a group of its options."""
 Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
@@ -64,7 +64,12 @@ class Imported:
 
 
 def url(text: str) -> str:
-    if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
+    pattern = r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?"
+    try:
+        valid = re.fullmatch(pattern, text) is not None and urllib.parse.urlsplit(text).port != 0
+    except ValueError:  # the port is no number, or the brackets hold no IPv6 address
+        valid = False
+    if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
     return text.rstrip("/")
 
@@ -317,16 +322,14 @@ def add_generation_options(parser: Options, max_rows: str = "rows decoded at onc
     add_compute_options(parser)
 
 
-# -- intervals ----------------------------------------------------------------------------------------------
+# -- figures and devices ------------------------------------------------------------------------------------
 
 
 def byte_size(num_bytes: float) -> str:
     """Returns a number of bytes in words: `2.5 MB`, `1.30 GB`."""
-    return (
-        f"{num_bytes / 1e9:.2f} GB"
-        if num_bytes >= 1e9
-        else f"{num_bytes / 1e6:.{0 if num_bytes >= 1e8 else 1}f} MB"
-    )
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e6:.{0 if num_bytes >= 1e8 else 1}f} MB"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
