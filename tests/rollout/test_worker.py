@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -15,7 +16,7 @@ from shoal.cli.main import main
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.rollout.engine.api import Behaviour, GenerationRequest
+from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, GenerationRequest
 from shoal.rollout.worker.session import CoordinatorSession, WorkerExit, join
 from shoal.rollout.worker.worker import WorkerConfig, run_worker, start_worker
 from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder, open_worker_folder
@@ -215,6 +216,56 @@ def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Pat
             loop.join(30)
             worker.shutdown()
         assert run.events("lease.void")[0].body["code"] in ("void.abandoned", "void.expired")
+
+
+class SlowEngine:
+    """An engine that takes longer to load a version, and for each step."""
+
+    def __init__(self, engine: Engine, *, load_s: float, step_s: float) -> None:
+        self._engine, self._load_s, self._step_s = engine, load_s, step_s
+
+    def load(self, folder: Path, version: int) -> None:
+        time.sleep(self._load_s)
+        self._engine.load(folder, version)
+
+    def step(self) -> list[FinishedRow]:
+        time.sleep(self._step_s)
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_a_machine_that_is_too_slow_for_the_leases_gets_longer_ones(tmp_path: Path) -> None:
+    """A lost lease ends the engine, so each lease begins with loading: at the same length all would be lost."""
+
+    class Slow(Behaviour):
+        def engine(self, engine: Engine) -> Engine:
+            slow: Any = SlowEngine(engine, load_s=2.0, step_s=0.2)
+            return slow
+
+    def work() -> None:
+        with pytest.raises(Stopped):
+            worker.main_loop()
+
+    with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 3.0})) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        stop = threading.Event()
+        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
+        with open_worker_folder(config.dir) as folder:
+            worker = start_worker(config, folder, Slow(), stop=stop, log=LOG)
+            loop = threading.Thread(target=work, daemon=True)
+            loop.start()
+            eventually("a submission", lambda: bool(run.events("submission.received")))
+            stop.set()
+            loop.join(30)
+            worker.shutdown()
+        received = run.events("submission.received")[0].seq
+        lost = [event.body["code"] for event in run.events("lease.void") if event.seq < received]
+        assert lost and set(lost) == {"void.expired"}, (
+            "a lease that is given back is no reason for a longer one"
+        )
 
 
 def test_a_liar_is_ejected_and_told_why(run: SmallRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -354,7 +354,8 @@ class Worker:
         if self._stop.is_set():
             raise Stopped("stopped while generating")
         if self._session.time_left_s(lease) <= 0:
-            raise LeaseLost(f"{num_done} of {num_rows} rows were done at the deadline", still_open=True)
+            # It is not given back: after a lease that ran out, the coordinator allows more time for the same work.
+            raise LeaseLost(f"{num_done} of {num_rows} rows were done at the deadline", still_open=False)
 
     def _report_progress(self, version: int, num_done: int, num_rows: int) -> None:
         busy = self.status.utilisation.busy_share
