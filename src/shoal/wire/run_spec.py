@@ -100,7 +100,7 @@ class Tolerances(Record):
     mantissa_mean: float = Field(default=0.5, ge=0)
     mantissa_median: float = Field(default=0.5, ge=0)
     control_hits: int = Field(default=12, ge=0)
-    """How many of 128 control points must match, beyond those that another model's proof would match."""
+    """How many of 128 control points a proof may match, beyond those that another model's proof would match."""
     logprob: float = Field(default=0.01, gt=0)
     """Largest mean |claimed - recomputed| log-prob over a submission; a short row may differ by more."""
     draw: float = Field(default=0.0005, gt=0)
