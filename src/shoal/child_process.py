@@ -131,17 +131,15 @@ class ChildProcess:
                 attempts -= 1
                 try:
                     return self._exchange_once(request, time.monotonic() + timeout_s)
-                except ChildDied as died:
-                    self.close()
-                    if attempts <= 0 or died.status == -signal.SIGXCPU:
-                        raise
                 except ChildError as error:
                     self.close()
                     if isinstance(error, ChildTimeout):
                         raise ChildTimeout(
                             f"{self._name} did not answer within {timeout_s:.0f} s of wall-clock time; is the machine busy?"
                         ) from None
-                    raise
+                    killed = isinstance(error, ChildDied) and error.status != -signal.SIGXCPU
+                    if not killed or attempts <= 0:
+                        raise
 
     def close(self) -> None:
         """Kills the child. A later `exchange` starts a new one."""

@@ -252,17 +252,14 @@ class Assembly:
         if not partial.is_file() and file.entry.shards:
             return
         # No space is reserved before the first byte arrives: a relay must start, and serve, on a full disk too.
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if os.fstat(fd).st_size > file.entry.num_bytes:
-                os.ftruncate(fd, file.entry.num_bytes)
+        with partial.open("ab+") as out:
+            if os.fstat(out.fileno()).st_size > file.entry.num_bytes:
+                out.truncate(file.entry.num_bytes)
             file.verified = {
                 shard.index
                 for shard in shards_of(file.entry)
-                if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
+                if hash_range(out.fileno(), shard.start, shard.num_bytes) == shard.blake3
             }
-        finally:
-            os.close(fd)
         self._rename_if_complete(file)
 
     def _rename_if_complete(self, file: _ArrivingFile) -> None:

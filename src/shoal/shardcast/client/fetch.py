@@ -26,13 +26,7 @@ from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, has_digest, has_size
 from shoal.shardcast.client.download import Download, NoRelayLeft
 from shoal.shardcast.client.fetch_plan import FilePlan, LocalFiles, PayloadName, cheapest_plan
-from shoal.shardcast.client.http_source import (
-    Connections,
-    NotOnRelay,
-    RelayFailed,
-    ask_latest,
-    ask_manifest,
-)
+from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_latest, ask_manifest
 from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.manifest_files import (

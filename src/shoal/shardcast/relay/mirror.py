@@ -17,13 +17,7 @@ from shoal.files import DiskFull
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.client.download import Download
-from shoal.shardcast.client.http_source import (
-    Connections,
-    NotOnRelay,
-    RelayFailed,
-    ask_latest,
-    ask_manifest,
-)
+from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_latest, ask_manifest
 from shoal.shardcast.client.relay_choice import RelayChoice, TicketSource
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
