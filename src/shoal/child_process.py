@@ -8,13 +8,7 @@ In the parent:
     reply = child.exchange(request, timeout_s=60.0)      # bytes to bytes; starts the child if none is running
     child.close()
 
-`exchange` raises a ChildError, and the next call then starts a new child:
-
-    ChildNotStarted   the child could not be started, or ended or hung before its first request; says which command shows why
-    ChildTimeout      no reply within `timeout_s` of wall-clock time (the machine may be busy); the child is killed
-    ChildDied         the request ended the child, on every attempt; `status` is its exit status, -SIGNAL if a signal ended it:
-                      -SIGXCPU more than `cpu_s` of processor time, -SIGKILL the kernel's out-of-memory killer
-    BadFrame          the reply is longer than `max_reply_bytes`
+`exchange` raises a ChildError if there is no reply, and the next call then starts a new child.
 
 In the child, the named function is called with the limits. It loads what it needs and then serves:
 
@@ -57,11 +51,11 @@ class ChildError(RuntimeError):
 
 
 class ChildNotStarted(ChildError):
-    """A child could not be started, or ended, hung or sent something else before it was ready for its first request."""
+    """A child could not be started, or ended, hung or sent something else before its first request. Says which command shows why."""
 
 
 class ChildTimeout(ChildError):
-    """A child did not answer in time and was killed."""
+    """A child did not answer within `timeout_s` of wall-clock time (the machine may be busy) and was killed."""
 
 
 class BadFrame(ChildError):
@@ -69,7 +63,10 @@ class BadFrame(ChildError):
 
 
 class ChildDied(ChildError):
-    """A child ended while it handled a request."""
+    """A request ended the child, on every attempt. `status` is its exit status, -SIGNAL if a signal ended it.
+
+    -SIGXCPU: more than `cpu_s` of processor time; -SIGKILL: the kernel's out-of-memory killer.
+    """
 
     def __init__(self, name: str, status: int, last_words: str) -> None:
         super().__init__(f"{name} ended with {_status_text(status)}{f': {last_words}' if last_words else ''}")
@@ -134,17 +131,15 @@ class ChildProcess:
                 attempts -= 1
                 try:
                     return self._exchange_once(request, time.monotonic() + timeout_s)
-                except ChildDied as died:
-                    self.close()
-                    if attempts <= 0 or died.status == -signal.SIGXCPU:
-                        raise
                 except ChildError as error:
                     self.close()
                     if isinstance(error, ChildTimeout):
                         raise ChildTimeout(
                             f"{self._name} did not answer within {timeout_s:.0f} s of wall-clock time; is the machine busy?"
                         ) from None
-                    raise
+                    killed = isinstance(error, ChildDied) and error.status != -signal.SIGXCPU
+                    if not killed or attempts <= 0:
+                        raise
 
     def close(self) -> None:
         """Kills the child. A later `exchange` starts a new one."""

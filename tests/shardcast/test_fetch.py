@@ -185,8 +185,8 @@ def test_relay_statistics_are_kept_over_several_fetches(
     url = serve(origin.app)
     choice = RelayChoice([url, NOWHERE])
     fetch(origin.publish(7, kit.random_files(seed=7)), choice)
-    assert (choice.stats(url).bandwidth or 0.0) > 0
-    assert choice.stats(NOWHERE).bandwidth is None
+    assert (choice.stats[url].bandwidth or 0.0) > 0
+    assert choice.stats[NOWHERE].bandwidth is None
 
 
 def test_manifests_by_number_and_the_newest(

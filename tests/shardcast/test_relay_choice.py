@@ -26,21 +26,21 @@ def simulate(choice: RelayChoice, rates: dict[str, float], num_draws: int, seed:
 def test_moving_averages_by_hand() -> None:
     choice = RelayChoice(["a", "b"], heal=0.0)
     choice.delivered("a", 100.0)
-    assert (choice.stats("a").success, choice.stats("a").bandwidth) == (1.0, 100.0)
+    assert (choice.stats["a"].success, choice.stats["a"].bandwidth) == (1.0, 100.0)
     choice.delivered("a", 200.0)
-    assert choice.stats("a").bandwidth == pytest.approx(0.3 * 200 + 0.7 * 100)
+    assert choice.stats["a"].bandwidth == pytest.approx(0.3 * 200 + 0.7 * 100)
     choice.failed("a")
-    assert choice.stats("a").success == pytest.approx(0.7)
-    assert choice.stats("a").bandwidth == pytest.approx(0.7 * 130)
+    assert choice.stats["a"].success == pytest.approx(0.7)
+    assert choice.stats["a"].bandwidth == pytest.approx(0.7 * 130)
 
 
 def test_healing_raises_every_success_rate_up_to_one() -> None:
     choice = RelayChoice(["a", "b"])
     choice.failed("a")
-    assert choice.stats("a").success == pytest.approx(0.71)
+    assert choice.stats["a"].success == pytest.approx(0.71)
     for _ in range(40):
         choice.delivered("b", 1.0)
-    assert choice.stats("a").success == 1.0
+    assert choice.stats["a"].success == 1.0
 
 
 def test_shares_follow_speed() -> None:
@@ -85,7 +85,7 @@ def test_update_keeps_the_statistics_of_relays_that_stay() -> None:
     choice.delivered("http://a", 7.0)
     choice.update(["http://c", "http://a"])
     assert choice.urls == ("http://c", "http://a")
-    assert choice.stats("http://a").bandwidth == 7.0
+    assert choice.stats["http://a"].bandwidth == 7.0
 
 
 @given(

@@ -130,11 +130,6 @@ class SiteFollower:
     def close(self) -> None:
         """Does nothing: rank 0 leaves the swarm."""
 
-    def follow_to_end(self) -> None:
-        """Takes part in the remaining operations of rank 0, until it ends the run."""
-        while self.follow() is not SiteCommand.END:
-            pass
-
     def follow(self) -> SiteCommand:
         """Takes part in reads and writes until rank 0 gives another command, and returns that. Raises Stopped if rank 0 does."""
         while True:

@@ -83,13 +83,6 @@ class LocalStore:
         """Returns the path of an object; raises Rejected if `sha256` is not a digest."""
         return self._folder / check_digest(sha256)[:2] / sha256
 
-    def read(self, sha256: str) -> bytes:
-        """Returns the bytes of an object; raises Rejected if it is not stored."""
-        path = self.path(sha256)
-        if not path.exists():
-            raise Rejected("request.not_found", f"no object {sha256}")
-        return path.read_bytes()
-
     def upload_url(self, declared: Declared) -> str:
         """Returns "": nodes upload to the coordinator."""
         return ""

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx2
@@ -78,12 +78,6 @@ class S3Address:
     def bucket_url(self) -> str:
         """The bucket, for messages."""
         return f"{self.endpoint}/{self.bucket}"
-
-    @property
-    def addressing_style(self) -> Literal["virtual", "path"]:
-        """Returns "virtual" (BUCKET.HOST) for Amazon's own endpoints, "path" (HOST/BUCKET) for all others."""
-        amazon = self.endpoint.endswith(".amazonaws.com") and "." not in self.bucket
-        return "virtual" if amazon else "path"
 
 
 class S3Store:
@@ -244,9 +238,11 @@ def _connect(address: S3Address, credentials: Credentials | None) -> Any:
         raise ValueError(
             "coordinator.store is an S3 store, which needs boto3: pip install 'shoal-rl[s3]'"
         ) from None
+    # BUCKET.HOST for Amazon's own endpoints, HOST/BUCKET for all others.
+    amazon = address.endpoint.endswith(".amazonaws.com") and "." not in address.bucket
     config = Config(
         signature_version="s3v4",
-        s3={"addressing_style": address.addressing_style},
+        s3={"addressing_style": "virtual" if amazon else "path"},
         connect_timeout=CONNECT_S,
         read_timeout=READ_TIMEOUT_S,
         retries={"total_max_attempts": 2, "mode": "standard"},

@@ -244,7 +244,7 @@ class Assembly:
 
     def _find_existing(self, file: _ArrivingFile, rehash: bool) -> None:
         final, partial = file.final, file.partial
-        if final.is_file() and final.stat().st_size == file.entry.num_bytes:
+        if has_size(final, file.entry):
             if not rehash:  # it got this name after its shards were verified
                 file.set_complete()
                 return
@@ -252,17 +252,14 @@ class Assembly:
         if not partial.is_file() and file.entry.shards:
             return
         # No space is reserved before the first byte arrives: a relay must start, and serve, on a full disk too.
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if os.fstat(fd).st_size > file.entry.num_bytes:
-                os.ftruncate(fd, file.entry.num_bytes)
+        with partial.open("ab+") as out:
+            if os.fstat(out.fileno()).st_size > file.entry.num_bytes:
+                out.truncate(file.entry.num_bytes)
             file.verified = {
                 shard.index
                 for shard in shards_of(file.entry)
-                if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
+                if hash_range(out.fileno(), shard.start, shard.num_bytes) == shard.blake3
             }
-        finally:
-            os.close(fd)
         self._rename_if_complete(file)
 
     def _rename_if_complete(self, file: _ArrivingFile) -> None:
@@ -275,15 +272,14 @@ class Assembly:
             file.complete = True
 
 
+def has_size(path: Path, entry: FileEntry) -> bool:
+    """Returns whether there is a file with the size of an entry."""
+    return path.is_file() and path.stat().st_size == entry.num_bytes
+
+
 def has_digest(path: Path, entry: FileEntry) -> bool:
     """Returns whether a file has the size and digest of an entry."""
-    if not path.is_file() or path.stat().st_size != entry.num_bytes:
-        return False
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return hash_file(fd) == entry.blake3
-    finally:
-        os.close(fd)
+    return has_size(path, entry) and hash_file(path) == entry.blake3
 
 
 def _open_partial(file: _ArrivingFile) -> int:

@@ -56,19 +56,15 @@ class FileImage:
     def read(cls, path: Path) -> "FileImage":
         """Reads a file into memory."""
         image = cls(path.stat().st_size)
-        view = image.view
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            done = 0
+        view, done = image.view, 0
+        with path.open("rb", buffering=0) as file:
             while done < image.num_bytes:
-                count = os.preadv(fd, [view[done : done + READ_BYTES]], done)
-                if count == 0:
+                count = file.readinto(view[done : done + READ_BYTES])
+                if not count:
                     raise ValueError(
                         f"{path} was truncated while it was read: {done} of {image.num_bytes} bytes"
                     )
                 done += count
-        finally:
-            os.close(fd)
         return image
 
     @property

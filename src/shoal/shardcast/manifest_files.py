@@ -205,9 +205,10 @@ def hash_bytes(data: bytes | bytearray | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
-def hash_file(fd: int) -> str:
+def hash_file(path: Path) -> str:
     """Returns the digest of a whole file."""
-    return hash_range(fd, 0, os.fstat(fd).st_size)
+    with path.open("rb") as file:
+        return hash_range(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def hash_range(fd: int, start: int, num_bytes: int, buffer: memoryview | None = None) -> str:
@@ -226,8 +227,8 @@ def hash_shards(path: Path, shard_bytes: int) -> tuple[int, str, tuple[str, ...]
     Two threads read the file independently: what one has just read is still in the processor's cache for the other.
     Reading once and passing the bytes on took a third longer.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb") as file:
+        fd = file.fileno()
         before = os.fstat(fd)
         num_bytes = before.st_size
         buffer = make_buffer(min(READ_BYTES, shard_bytes, num_bytes))
@@ -238,8 +239,6 @@ def hash_shards(path: Path, shard_bytes: int) -> tuple[int, str, tuple[str, ...]
                 for start in range(0, num_bytes, shard_bytes)
             )
         after = os.fstat(fd)
-    finally:
-        os.close(fd)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         # The digests of the shards may not match that of the whole file.
         raise ValueError(f"{path} changed while it was hashed; publish only files that no process writes to")

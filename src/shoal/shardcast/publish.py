@@ -272,13 +272,7 @@ def _with_deltas(whole: Manifest, folder: Path, base: Base, before: Manifest) ->
         ]
     if all(entry.codec == "raw" and entry.delta is None for entry in short):
         return whole
-    return Manifest(
-        run=whole.run,
-        version=whole.version,
-        base=before.version,
-        files=tuple(short),
-        created_at_s=whole.created_at_s,
-    )
+    return Manifest.copied_from(whole, base=before.version, files=tuple(short))
 
 
 def _delta_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -> FileEntry:

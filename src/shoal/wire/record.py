@@ -53,7 +53,10 @@ def canonical_json(value: Any) -> bytes:
     try:
         return _FAST_ENCODER.encode(_fast_encodable(value)).encode()
     except _NeedsReferenceEncoder:
-        return _reference_canonical_json(value)
+        try:
+            return rfc8785.dumps(value)
+        except rfc8785.CanonicalizationError as error:
+            raise Rejected("request.malformed", f"no canonical JSON: {str(error)[:200]}") from None
 
 
 class _NeedsReferenceEncoder(Exception):
@@ -101,13 +104,6 @@ def _short_number(value: float) -> float | int:
     if 1e-4 <= abs(value) < 1e15:
         return value
     raise _NeedsReferenceEncoder
-
-
-def _reference_canonical_json(value: Any) -> bytes:
-    try:
-        return rfc8785.dumps(value)
-    except rfc8785.CanonicalizationError as error:
-        raise Rejected("request.malformed", f"no canonical JSON: {str(error)[:200]}") from None
 
 
 class Sealable(Record):

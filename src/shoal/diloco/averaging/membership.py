@@ -10,7 +10,7 @@ from typing import TypeVar
 from shoal.diloco.averaging.averager import AveragerSettings, RoundFailed
 from shoal.diloco.averaging.peer_messages import Bye, Card, Hello, PeerRequest
 from shoal.diloco.transport.mesh import Mesh
-from shoal.diloco.transport.stream import Stream, StreamBroken
+from shoal.diloco.transport.stream import StreamBroken
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
@@ -44,19 +44,15 @@ async def ask_peer(mesh: Mesh, peer: str, request: Record, reply: type[R], deadl
 
     Raises PeerTimeout after `deadline_s`, and RoundFailed at once if the peer cannot be reached or disconnects.
     """
-    stream: Stream | None = None
     try:
         async with asyncio.timeout(deadline_s):
-            stream = await mesh.open(peer)
-            await stream.send(PeerRequest.model_validate({"ask": request}).canonical())
-            return reply.parse(bytes(await stream.receive()))
+            with contextlib.closing(await mesh.open(peer)) as stream:
+                await stream.send(PeerRequest.model_validate({"ask": request}).canonical())
+                return reply.parse(bytes(await stream.receive()))
     except TimeoutError:
         raise PeerTimeout(f"no reply from {peer} within {deadline_s:.0f} s") from None
     except (StreamBroken, Rejected) as error:
         raise RoundFailed(f"request to {peer} failed: {error}") from None
-    finally:
-        if stream is not None:
-            stream.close()
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Outer states from peer to peer: a header, then every vector in frames; accepted only if the digest matches."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 
@@ -134,17 +135,13 @@ async def fetch_state(
 ) -> FetchedState:
     """Downloads and verifies the state that the card's peer holds. Raises RoundFailed."""
     peer = card.peer
-    stream: Stream | None = None
     try:
-        stream = await mesh.open(peer, bulk=True)
-        await stream.send(PeerRequest(ask=StateRequest(peer=mesh.peer)).canonical())
-        fetched = await receive_state(stream, lengths, stall_s)
+        with contextlib.closing(await mesh.open(peer, bulk=True)) as stream:
+            await stream.send(PeerRequest(ask=StateRequest(peer=mesh.peer)).canonical())
+            fetched = await receive_state(stream, lengths, stall_s)
     except (StreamBroken, Rejected) as error:
         mesh.mark_broken(peer)
         raise RoundFailed(f"state transfer broke off: {error}") from None
-    finally:
-        if stream is not None:
-            stream.close()
     said = card.standing
     if said is not None and (fetched.state.work, fetched.state.round) < (said.work, said.round):
         # Adopting it would take this peer back to a state that the swarm has left.

@@ -264,16 +264,13 @@ class TorchftAverager:
 
     def _serve_states(self, started: threading.Event) -> None:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stream = Stream(reader, writer)
-            try:
-                payload = await stream.receive()
-                PeerRequest.parse(bytes(payload))
-                await self._served.send(stream)
-                await stream.wait_closed_by_peer(30.0)
-            except (StreamBroken, Rejected) as error:
-                self._log.warning("request failed", reason=error)
-            finally:
-                stream.close()
+            with contextlib.closing(Stream(reader, writer)) as stream:
+                try:
+                    PeerRequest.parse(bytes(await stream.receive()))
+                    await self._served.send(stream)
+                    await stream.wait_closed_by_peer(30.0)
+                except (StreamBroken, Rejected) as error:
+                    self._log.warning("request failed", reason=error)
 
         asyncio.set_event_loop(self._loop)
         self._server = self._loop.run_until_complete(asyncio.start_server(handle, self._host, 0))
@@ -318,12 +315,9 @@ async def _fetch(address: str, peer: str, deadline_s: float) -> FetchedState:
     host, port = address.rsplit(":", 1)
     async with asyncio.timeout(max(1.0, deadline_s)):
         reader, writer = await asyncio.open_connection(host, int(port))
-        stream = Stream(reader, writer)
-        try:
+        with contextlib.closing(Stream(reader, writer)) as stream:
             await stream.send(PeerRequest(ask=StateRequest(peer=peer)).canonical())
             return await receive_state(stream, None)
-        finally:
-            stream.close()
 
 
 def _all_to_all(pg: Any, coded: list[Coded], size: int, wait: timedelta) -> list[bytes]:

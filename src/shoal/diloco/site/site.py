@@ -159,7 +159,8 @@ class Site:
                 if command is SiteCommand.STEP:
                     self._step()
         except Stopped:
-            follower.follow_to_end()  # rank 0 writes its checkpoint
+            while follower.follow() is not SiteCommand.END:
+                pass  # takes part while rank 0 writes its checkpoint
         self.log.info("rank 0 is done", step=follower.steps)
 
     def close(self) -> None:

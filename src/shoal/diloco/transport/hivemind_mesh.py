@@ -7,6 +7,7 @@ side to close (Stream.wait_closed_by_peer).
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import subprocess
@@ -97,11 +98,8 @@ class HivemindMesh:
             self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
 
         async def accept(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stream = Stream(reader, writer, peer=info.peer_id.to_base58())
-            try:
+            with contextlib.closing(Stream(reader, writer, peer=info.peer_id.to_base58())) as stream:
                 await handler(stream)
-            finally:
-                stream.close()
 
         await self._p2p.add_binary_stream_handler(self._protocol, accept)
         if self.reachable and self._address.direct_port is not None:
@@ -163,14 +161,12 @@ class HivemindMesh:
         """Sends an offer to the peer that opened the daemon's stream. The daemon has authenticated it."""
         assert self._links is not None
         peer = info.peer_id.to_base58()
-        stream = Stream(reader, writer, peer=peer)
-        try:
-            await stream.send(self._links.offer(peer).canonical())
-            await stream.wait_closed_by_peer(CONNECT_S)
-        except StreamBroken as broken:
-            self._log.warning("offer of a direct link not delivered", peer=peer, reason=broken)
-        finally:
-            stream.close()
+        with contextlib.closing(Stream(reader, writer, peer=peer)) as stream:
+            try:
+                await stream.send(self._links.offer(peer).canonical())
+                await stream.wait_closed_by_peer(CONNECT_S)
+            except StreamBroken as broken:
+                self._log.warning("offer of a direct link not delivered", peer=peer, reason=broken)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Stream, str]:
         """Opens the daemon's stream; returns it with the peer's host, or "" if it goes through a relay."""

@@ -147,11 +147,8 @@ class LocalMesh:
             try:
                 reader, writer = await asyncio.open_connection(sock=end)
                 taken.set()
-                stream = self._register(Stream(reader, writer, peer=peer))
-                try:
+                with contextlib.closing(self._register(Stream(reader, writer, peer=peer))) as stream:
                     await self._handler(stream)
-                finally:
-                    stream.close()
             except asyncio.CancelledError:
                 end.close()
                 raise

@@ -187,7 +187,7 @@ class Download:
 
     def _start_threads(self) -> None:
         """Starts as many threads as are useful now; they run until the end."""
-        relays = [self._choice.stats(url) for url in self._sources()]
+        relays = [self._choice.stats[url] for url in self._sources()]
         num = min(MAX_STREAMS, NUM_STREAMS - 1 + len(relays), len(self._threads) + len(self._pending))
         if len(relays) == 1 and (not self._threads or (relays[0].bandwidth or 0.0) > FAST_BYTES_PER_S):
             num = min(num, FIRST_STREAMS)
@@ -236,7 +236,7 @@ class Download:
         expected_s = {
             url: request.shards[0].num_bytes / bandwidth
             for url in self._sources()
-            if request.shards and (bandwidth := self._choice.stats(url).bandwidth)
+            if request.shards and (bandwidth := self._choice.stats[url].bandwidth)
         }
         if request.relay not in expected_s:
             return False
@@ -254,7 +254,7 @@ class Download:
         shard = request.shards[0]
         bytes_per_s = request.num_bytes / (request.grew_s - request.started_s + 1e-6)
         left_s = (shard.num_bytes - request.num_bytes) / bytes_per_s
-        others = [self._choice.stats(url).bandwidth for url in self._sources() if url != request.relay]
+        others = [self._choice.stats[url].bandwidth for url in self._sources() if url != request.relay]
         if any(bandwidth is None for bandwidth in others):
             return left_s < SECOND_REQUEST_S
         return left_s < min(
@@ -267,7 +267,7 @@ class Download:
         if not self._pending:
             return run  # a second request for a shard that another relay is sending
         self._pending.popleft()
-        bytes_per_s = (self._choice.stats(relay).bandwidth or 0.0) / NUM_STREAMS
+        bytes_per_s = (self._choice.stats[relay].bandwidth or 0.0) / NUM_STREAMS
         max_shards = min(REQUEST_BYTES, REQUEST_S * bytes_per_s) // shard.num_bytes
         # Smaller requests towards the end, so that all threads finish at about the same time.
         num_left = len(self._pending) + 1
@@ -295,7 +295,7 @@ class Download:
     def _max_requests_to(self, url: str, share: float) -> int:
         """Returns how many requests one relay may have at once: its share of the threads, so that slow relays do not occupy
         all of them, and one less than all, so that a thread is left if it hangs."""
-        if self._choice.stats(url).bandwidth is None:
+        if self._choice.stats[url].bandwidth is None:
             return 1
         return NUM_STREAMS if share == 1 else min(math.ceil(share * NUM_STREAMS), NUM_STREAMS - 1)
 

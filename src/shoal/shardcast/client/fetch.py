@@ -23,16 +23,10 @@ from pathlib import Path
 
 from shoal.files import DiskFull, link_or_copy
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
-from shoal.shardcast.assembly import Assembly, has_digest
+from shoal.shardcast.assembly import Assembly, has_digest, has_size
 from shoal.shardcast.client.download import Download, NoRelayLeft
 from shoal.shardcast.client.fetch_plan import FilePlan, LocalFiles, PayloadName, cheapest_plan
-from shoal.shardcast.client.http_source import (
-    Connections,
-    NotOnRelay,
-    RelayFailed,
-    ask_latest,
-    ask_manifest,
-)
+from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_latest, ask_manifest
 from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.manifest_files import (
@@ -336,12 +330,11 @@ class Fetch:
             payloads = [partial_folder(self._into, version) / name for version in plan.deltas]
             return apply_deltas(source, payloads, made)
         link_or_copy(source, made)
-        with made.open("rb") as file:
-            return hash_file(file.fileno())
+        return hash_file(made)
 
     def _is_built(self, entry: FileEntry) -> bool:
         # A file gets its name only after its digest was checked.
-        return _has_size(self.partial / entry.name, entry)
+        return has_size(self.partial / entry.name, entry)
 
     def _delete_other_files(self) -> None:
         names = {entry.name for entry in self._manifest.files} | {MANIFEST_FILE}
@@ -467,9 +460,5 @@ def _is_complete(folder: Path, manifest: Manifest) -> bool:
     return (
         found is not None
         and found.yields_the_same(manifest)
-        and all(_has_size(folder / entry.name, entry) for entry in manifest.files)
+        and all(has_size(folder / entry.name, entry) for entry in manifest.files)
     )
-
-
-def _has_size(path: Path, entry: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == entry.num_bytes

@@ -48,10 +48,6 @@ class LocalFiles:
     files: Mapping[tuple[str, str], tuple[Path, ...]]
     oldest_version: int | None
 
-    def find(self, entry: FileEntry) -> tuple[Path, ...]:
-        """Returns the paths of files with the name and digest of an entry."""
-        return self.files.get((entry.name, entry.blake3), ())
-
 
 def cheapest_plan(
     name: str,
@@ -72,7 +68,8 @@ def cheapest_plan(
     num_bytes = 0
     current = manifest
     while (entry := current.find(name)) is not None:
-        starts: list[tuple[Path | int, int]] = [(path, 0) for path in local.find(entry)]
+        here = local.files.get((name, entry.blake3), ())
+        starts: list[tuple[Path | int, int]] = [(path, 0) for path in here]
         if entry.codec == "raw":
             starts.append((current.version, entry.num_bytes))
         for start, more in starts:

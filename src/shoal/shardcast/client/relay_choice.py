@@ -55,13 +55,14 @@ class RelayChoice:
         during one, and with all bytes when it has ended.
         """
         self._heal, self.ticket, self.limit, self.on_progress = heal, ticket, limit, on_progress
-        self._stats: dict[str, RelayStats] = {}
+        self.stats: dict[str, RelayStats] = {}
+        """Statistics of each relay, by URL."""
         self.update(urls, last=last)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The known relays, and the last source behind them."""
-        return tuple(self._stats)
+        return tuple(self.stats)
 
     def update(self, urls: Iterable[str], *, last: str = "") -> None:
         """Replaces the list of relays, and keeps the statistics of those that stay.
@@ -72,9 +73,8 @@ class RelayChoice:
         relays = [url.rstrip("/") for url in urls]
         last = last.rstrip("/")
         self.last = "" if last in relays else last
-        self._stats = {
-            url: self._stats.get(url) or RelayStats()
-            for url in [*relays, *([self.last] if self.last else [])]
+        self.stats = {
+            url: self.stats.get(url) or RelayStats() for url in [*relays, *([self.last] if self.last else [])]
         }
 
     def in_random_order(self) -> list[str]:
@@ -82,32 +82,28 @@ class RelayChoice:
         relays = [url for url in self.urls if url != self.last]
         return [*random.sample(relays, len(relays)), *([self.last] if self.last else [])]
 
-    def stats(self, url: str) -> RelayStats:
-        """Returns the statistics of one relay."""
-        return self._stats[url]
-
     def delivered(self, url: str, bytes_per_s: float) -> None:
         """Counts a successful request."""
-        stats = self._stats[url]
+        stats = self.stats[url]
         known = stats.bandwidth
         stats.bandwidth = bytes_per_s if known is None else ALPHA * bytes_per_s + (1 - ALPHA) * known
         self._update_success(stats, 1.0)
 
     def failed(self, url: str) -> None:
         """Counts a failed request."""
-        stats = self._stats[url]
+        stats = self.stats[url]
         if stats.bandwidth is not None:
             stats.bandwidth *= 1 - ALPHA
         self._update_success(stats, 0.0)
 
     def shares(self, among: Collection[str]) -> dict[str, float]:
         """Returns the probability of each relay; they add up to 1. A relay without deliveries counts as average."""
-        known = [stats.bandwidth for stats in self._stats.values() if stats.bandwidth is not None]
+        known = [stats.bandwidth for stats in self.stats.values() if stats.bandwidth is not None]
         average = sum(known) / len(known) if known else 1.0
         lowest = MIN_BANDWIDTH_SHARE * max(known, default=0.0)
         weights = {}
         for url in among:
-            stats = self._stats[url]
+            stats = self.stats[url]
             bandwidth = average if stats.bandwidth is None else max(stats.bandwidth, lowest)
             weights[url] = stats.success * bandwidth
         total = sum(weights.values())
@@ -127,5 +123,5 @@ class RelayChoice:
 
     def _update_success(self, stats: RelayStats, observed: float) -> None:
         stats.success = ALPHA * observed + (1 - ALPHA) * stats.success
-        for each in self._stats.values():
+        for each in self.stats.values():
             each.success = min(1.0, each.success + self._heal)

@@ -17,13 +17,7 @@ from shoal.files import DiskFull
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.client.download import Download
-from shoal.shardcast.client.http_source import (
-    Connections,
-    NotOnRelay,
-    RelayFailed,
-    ask_latest,
-    ask_manifest,
-)
+from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_latest, ask_manifest
 from shoal.shardcast.client.relay_choice import RelayChoice, TicketSource
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
@@ -58,7 +52,8 @@ class Mirror:
         self._log, self._stop = log, stop
         self._on_complete = on_complete
         self._choice = RelayChoice(ticket=ticket)
-        self._urls: dict[int, str] = {}
+        self._urls = [""] * len(upstreams)
+        """Last URL of each upstream. Not a dictionary: one that grows in a thread must not be iterated in another."""
         self._rejected: set[int] = set()
         self._log_disk_full_at_s = 0.0
         self._threads = [threading.Thread(target=self._download_loop, name="downloads", daemon=True)]
@@ -195,7 +190,7 @@ class Mirror:
 
     def _download(self, version: int, assembly: Assembly) -> bool:
         started_s, num_missing = time.monotonic(), len(assembly.missing())
-        self._choice.update(self._urls.values())
+        self._choice.update(filter(None, self._urls))
         problem = ""
         try:
             assembly.reuse_files([self._store.path(other) for other in reversed(self._store.complete())])

@@ -359,10 +359,9 @@ def _verify(folder: Path, version: int) -> Checkpoint:
 
 
 def _digest(folder: Path, name: str) -> FileDigest:
-    with (folder / name).open("rb") as file:
-        # Not mapped: the pages of the file would count as this process's memory, beside the copy that was written to it.
-        digest, num_bytes = hash_file(file.fileno()), os.fstat(file.fileno()).st_size
-    return FileDigest(name=name, num_bytes=num_bytes, blake3=digest)
+    # Not mapped: the pages of the file would count as this process's memory, beside the copy that was written to it.
+    digest = hash_file(folder / name)
+    return FileDigest(name=name, num_bytes=(folder / name).stat().st_size, blake3=digest)
 
 
 def _flush_file(path: Path) -> None:
