@@ -52,6 +52,17 @@ class FinishedRow:
     finish: Finish
     proof: bytes
 
+    def to_rollout(self) -> Rollout:
+        return Rollout(
+            prompt_index=self.request.prompt_index,
+            sample_index=self.request.sample_index,
+            prompt_tokens=self.request.prompt_tokens,
+            output_tokens=self.output_tokens,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            proof=self.proof,
+        )
+
 
 def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]:
     """Returns a request for every sample of every prompt, with the seed from which a validator repeats the draw."""
@@ -74,18 +85,7 @@ def make_table(
     lease: Lease, policy_version: int, finished: Iterable[FinishedRow], made_by: str = "", replay: str = ""
 ) -> RolloutTable:
     """Returns the table that answers a lease. `made_by` is the declared compute class, `replay` the declared ReplayTerms."""
-    rows = tuple(
-        Rollout(
-            prompt_index=row.request.prompt_index,
-            sample_index=row.request.sample_index,
-            prompt_tokens=row.request.prompt_tokens,
-            output_tokens=row.output_tokens,
-            logprobs=row.logprobs,
-            finish=row.finish,
-            proof=row.proof,
-        )
-        for row in finished
-    )
+    rows = tuple(row.to_rollout() for row in finished)
     return RolloutTable(
         lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by, replay=replay
     )
