@@ -12,9 +12,10 @@ import re
 import shutil
 import tarfile
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 from shoal.files import folder_beside, write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
@@ -108,7 +109,7 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_data(path: Path) -> IO[bytes]:
+def open_data(path: Path) -> BufferedReader:
     """Opens a data file. Raises ValueError if there is none."""
     try:
         return path.open("rb")
