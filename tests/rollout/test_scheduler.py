@@ -13,7 +13,7 @@ from shoal.files import free_memory_bytes
 from shoal.model.shape import Rope, Shape
 from shoal.rollout.engine.api import GenerationRequest
 from shoal.rollout.engine.block_pool import BLOCK, BlockPool, PromptPlaces, blocks_for
-from shoal.rollout.engine.prompt_cache import FirstDraws, PromptBatch, PromptCache
+from shoal.rollout.engine.prompt_cache import PromptBatch, PromptCache
 from shoal.rollout.engine.scheduler import (
     GROW_STEPS,
     Admission,
@@ -125,7 +125,7 @@ def test_an_end_reported_before_a_row_was_moved_belongs_to_the_previous_row() ->
     assert scheduler.compact(step=7) == [(1, 0)]
     assert scheduler.finished([0, 1], step=6) == []
     assert scheduler.finished([0, 1], step=7) == [0]
-    assert [fed for _, _, fed in scheduler.fed_tokens(step=9)] == [1], "it was fed since it started"
+    assert [row.fed(9) for row in scheduler.running.values()] == [1], "it was fed since it started"
 
 
 def test_new_slots_are_used_lowest_first() -> None:
@@ -165,8 +165,8 @@ def test_rows_draw_their_first_token_from_the_batch_of_their_prompt() -> None:
         Admission(6, request(2, (1,)), 0),
     ]
     assert cache.first_draws(admitted) == [
-        FirstDraws(batches[0], [1, 1], [3, 6]),
-        FirstDraws(batches[1], [0], [5]),
+        (batches[0], [[1, 1], [3, 6]]),
+        (batches[1], [[0], [5]]),
     ]
 
 
@@ -292,8 +292,8 @@ def test_every_row_ends_however_few_blocks_there_are(
         _check_blocks(scheduler, step)
         done = [
             slot
-            for slot, _, fed in scheduler.fed_tokens(step=step + 1)
-            if fed >= stops[scheduler.running[slot].prompt_index] - 1
+            for slot, row in scheduler.running.items()
+            if row.fed(step + 1) >= stops[row.request.prompt_index] - 1
         ]
         ended += [row.request.prompt_index for row in scheduler.remove(done)]
         step += 1
@@ -304,7 +304,7 @@ def test_every_row_ends_however_few_blocks_there_are(
 
 def _check_blocks(scheduler: Scheduler, step: int) -> None:
     """Checks that running rows have a block for the token that they are fed in `step`, and that no block is used twice."""
-    rows = scheduler._rows.values()
+    rows = scheduler.running.values()
     used = [block for row in rows for block in row.blocks]
     used += [block for blocks in scheduler.places._blocks.values() for block in blocks]
     assert len(set(used)) == len(used) == scheduler.pool.num_blocks - scheduler.pool.num_free

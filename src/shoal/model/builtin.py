@@ -151,11 +151,7 @@ def _read_through_transformers(source: Path, refusal: str) -> TransformersModel:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.bfloat16,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
+            source, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {refusal}, and transformers says: {error}") from None

@@ -151,7 +151,8 @@ def _make_compiler() -> Callable[[str], Any]:
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now(UTC).strftime(format),
-        "dict": _TemplateDict(),
+        # Not the type itself, which has attributes that templates should not reach.
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
         "namespace": _namespace_type(),
     }
     # The first use loads modules, for which the child has neither time nor open files later.
@@ -203,13 +204,6 @@ def _namespace_type() -> type[Any]:
             super().__setitem__(name, value)
 
     return TemplateNamespace
-
-
-class _TemplateDict:
-    """The function `dict` of templates: the type itself has attributes that they should not reach."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
 
 
 def _raise_exception(message: str) -> NoReturn:

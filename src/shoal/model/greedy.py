@@ -32,7 +32,9 @@ def generate_greedily(
         running = set(places)
         for _ in range(max_new_tokens):
             check()
-            next_B = rows.next_tokens()
+            logits_BV = model.logits(rows.last_BH).float()
+            # The most likely token of each row; of equally likely ones, that with the lowest number.
+            next_B = (logits_BV == logits_BV.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
             for place, token in zip(places, next_B.tolist(), strict=True):
                 if place in running and token in end_tokens:
                     running.discard(place)
@@ -72,15 +74,10 @@ class _Rows:
             self._lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
             longest = max(map(len, prompts)) + max_new_tokens
             self._cache = KVCache(model, num_slots=len(prompts), max_context=longest)
-            self._last_BH = run_prompts(model, prompts, self._cache)
+            self.last_BH = run_prompts(model, prompts, self._cache)
         else:
             self._cached = CachedRows(model)
-            self._last_BH = self._cached.feed(torch.tensor(prompts, device=device))[:, -1]
-
-    def next_tokens(self) -> Tensor:
-        """Returns the most likely next token of each row; of equally likely ones, that with the lowest number."""
-        logits_BV = self._model.logits(self._last_BH).float()
-        return (logits_BV == logits_BV.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+            self.last_BH = self._cached.feed(torch.tensor(prompts, device=device))[:, -1]
 
     def feed(self, next_B: Tensor) -> None:
         """Appends a token to each row."""
@@ -90,4 +87,4 @@ class _Rows:
             self._lengths_B = self._lengths_B + 1
         else:
             states_B1H = self._cached.feed(next_B[:, None])
-        self._last_BH = states_B1H[:, -1]
+        self.last_BH = states_B1H[:, -1]

@@ -75,7 +75,6 @@ def write_char_tokenizer(tokenizer: CharTokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     for name, value in ((TOKENIZER_FILE, content), ("tokenizer_config.json", settings)):
-        (folder / name).unlink(
-            missing_ok=True
-        )  # a hard link: writing would change the version that it came from
+        # It may be a hard link: writing would change the version that it came from.
+        (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

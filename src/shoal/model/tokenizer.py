@@ -180,11 +180,8 @@ class FileTokenizer:
         self._growth = _check_growth(self._raw, folder / TOKENIZER_FILE)
         self._raw.encode_special_tokens = settings.get("split_special_tokens") is True
         self._template = _read_template(folder, settings)
-        own = (
-            self._raw.token_to_id(self._special_tokens["eos_token"])
-            if "eos_token" in self._special_tokens
-            else None
-        )
+        end = self._special_tokens.get("eos_token")
+        own = None if end is None else self._raw.token_to_id(end)
         self.vocab_size = read_vocab_size(folder, config)
         named = read_end_tokens(folder, config) or (() if own is None else (own,))
         ends = [token for token in named if token < self.vocab_size]
@@ -193,11 +190,8 @@ class FileTokenizer:
             raise ValueError(
                 f"{folder}: neither config.json nor the tokenizer names an end token of the vocabulary (eos_token_id)"
             )
-        special = {
-            token.content: number
-            for number, token in self._raw.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._raw.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
         self.control_tokens: Mapping[int, str] = self._find_control_tokens()
         self._thought_end = special.get(THOUGHT_END, -1)
         self._end: int = own if own in self.end_tokens else ends[0]

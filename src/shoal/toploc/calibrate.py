@@ -12,15 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.decision import (
-    MIN_SEGMENTS,
-    OF_TOKENS,
-    SPREAD_FLOOR,
-    STATISTICS,
-    Measured,
-    Row,
-    size_class,
-)
+from shoal.toploc.decision import MIN_SEGMENTS, OF_TOKENS, SPREAD_FLOOR, STATISTICS, Measured, Row, size_class
 from shoal.toploc.segments import SegmentCheck
 from shoal.wire.proof_noise import Moments, Noise, Statistic, Tail
 

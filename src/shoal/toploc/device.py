@@ -89,13 +89,7 @@ def _find(places: list[Place], copied: HostCopy | None, topk: int) -> dict[Place
     return dict(zip(places, segment_checks(columns, topk), strict=True))
 
 
-def _check(
-    batch: SegmentBatch,
-    lines_SK: Bits,
-    controls: tuple[Indices, Mask],
-    *,
-    topk: int,
-) -> Tensor:
+def _check(batch: SegmentBatch, lines_SK: Bits, controls: tuple[Indices, Mask], *, topk: int) -> Tensor:
     """Returns [12, S] float64 on the device: SegmentCheck's fields except num_points, in order; then the largest magnitude,
     the number of colliding indices, and the modulus."""
     values_SN, device = batch.tensors[0], batch.tensors[0].device

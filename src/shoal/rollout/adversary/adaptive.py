@@ -133,10 +133,8 @@ class PlainEngine:
             if not running:
                 break
             cache.context = width + number + 1
-            late = 2 * number >= longest
-            next_BH = self.forward(decoder, drawn_B[:, None], (lengths_B + number)[:, None], cache, late)[
-                :, 0
-            ]
+            late, positions_B1 = 2 * number >= longest, (lengths_B + number)[:, None]
+            next_BH = self.forward(decoder, drawn_B[:, None], positions_B1, cache, late)[:, 0]
             states_NBH.append(next_BH.to(torch.bfloat16))
         width_H = decoder.shape.hidden_size
         states_BNH = (

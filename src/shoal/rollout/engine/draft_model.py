@@ -89,12 +89,13 @@ class DraftModel:
 
         Models of one family may have vocabularies of different sizes: a token that only the large one has cannot be fed here.
         """
-        longest = len(row.prompt) + row.request.max_new_tokens + DRAFT_TOKENS + 1
-        largest = max(max(row.prompt), int(row.drawn.max()))
+        prompt = row.request.prompt_tokens
+        longest = len(prompt) + row.request.max_new_tokens + DRAFT_TOKENS + 1
+        largest = max(*prompt, int(row.drawn.max()))
         return row.num > 0 and longest <= self._shape.max_positions and largest < self._shape.vocab_size
 
     def _slots(self) -> dict[int, int]:
-        return {request.prompt_index: slot for slot, request in self._scheduler.running.items()}
+        return {row.request.prompt_index: slot for slot, row in self._scheduler.running.items()}
 
     def _remove(self, numbers: Sequence[int]) -> None:
         if not numbers or self._step is None:
@@ -116,7 +117,7 @@ class DraftModel:
             replace(
                 row.request,
                 prompt_index=row.number,
-                prompt_tokens=(*row.prompt, *(int(token) for token in row.drawn[:-1])),
+                prompt_tokens=(*row.request.prompt_tokens, *(int(token) for token in row.drawn[:-1])),
                 max_new_tokens=row.request.max_new_tokens - len(row.drawn) + DRAFT_TOKENS + 3,
             )
             for row in rows

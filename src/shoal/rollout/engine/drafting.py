@@ -54,10 +54,6 @@ class DraftRow(NamedTuple):
     """All tokens drawn so far."""
     num: int
 
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.request.prompt_tokens
-
 
 class DraftSource(Protocol):
     """Proposes what rows may draw next."""
@@ -107,8 +103,9 @@ class PromptLookup:
         """Returns a draft for each row, and removes all rows that are not among these."""
         known, self._rows = self._rows, {}
         for row in rows:
-            index = known.get(row.number) or NgramIndex(row.prompt)
-            index.extend(row.drawn[len(index.tokens) - len(row.prompt) :].tolist())
+            prompt = row.request.prompt_tokens
+            index = known.get(row.number) or NgramIndex(prompt)
+            index.extend(row.drawn[len(index.tokens) - len(prompt) :].tolist())
             self._rows[row.number] = index
         return [self._rows[row.number].propose(row.num) for row in rows]
 

@@ -23,7 +23,7 @@ from shoal.model.fused import FusedWeights
 from shoal.model.packed_prefill import upload
 from shoal.model.shape import Shape
 from shoal.rollout.engine.block_pool import BLOCK
-from shoal.rollout.engine.scheduler import Admission, CacheSize, GivenBlock
+from shoal.rollout.engine.scheduler import Admission, CacheSize
 from shoal.wire.seeded_draw import uniforms
 
 
@@ -185,8 +185,8 @@ class KVSlots:
         self.fields_6S[:, slots_R] = device_RX[:, 2 : 2 + num_fields].T
         self._sampling_SE[slots_R, : 1 + num_new] = device_RX[:, 2 + num_fields :].view(torch.float64)
 
-    def give_blocks(self, given: Sequence[GivenBlock]) -> None:
-        """Writes the blocks that rows got into the table."""
+    def give_blocks(self, given: Sequence[tuple[int, int, int]]) -> None:
+        """Writes the blocks that rows got from `Scheduler.grow` into the table."""
         if given and self.blocks is not None:
             slots_R, indices_R, blocks_R = upload(np.array(given).T, self.device)
             self.blocks_SB[slots_R, indices_R] = blocks_R

@@ -73,14 +73,6 @@ class FinishedPrefill(NamedTuple):
         pass
 
 
-class FirstDraws(NamedTuple):
-    """Rows that start from prompts of one batch: the row in `slots[i]` from line `lines[i]` of its logits."""
-
-    batch: PromptBatch
-    lines: list[int]
-    slots: list[int]
-
-
 class PromptCache:
     """The computed prompts that the next rows start from, and the prefill for the rows after those."""
 
@@ -106,15 +98,15 @@ class PromptCache:
             self.pending.cancel()
         self._lines, self._batches, self.pending = {}, [], None
 
-    def first_draws(self, admitted: Sequence[Admission]) -> list[FirstDraws]:
-        """Returns, for each batch, the rows that start from it."""
-        draws: dict[int, FirstDraws] = {}
+    def first_draws(self, admitted: Sequence[Admission]) -> list[tuple[PromptBatch, list[list[int]]]]:
+        """Returns each batch that rows start from, with the lines of its logits and the slots of these rows."""
+        draws: dict[int, list[list[int]]] = {}
         for row in admitted:
             number, line = self._lines[row.request.prompt_tokens]
-            draw = draws.setdefault(number, FirstDraws(self._batches[number], [], []))
-            draw.lines.append(line)
-            draw.slots.append(row.slot)
-        return list(draws.values())
+            lines, slots = draws.setdefault(number, [[], []])
+            lines.append(line)
+            slots.append(row.slot)
+        return [(self._batches[number], draw) for number, draw in draws.items()]
 
 
 def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> PromptBatch:

@@ -35,14 +35,6 @@ class Admission(NamedTuple):
     """Number of its first draw; above 0 in a draft model, which starts in the middle of a row."""
 
 
-class GivenBlock(NamedTuple):
-    """A block that the row in `slot` got, after `num_before` others."""
-
-    slot: int
-    num_before: int
-    block: int
-
-
 class RemovedRow(NamedTuple):
     """A row that left its slot."""
 
@@ -52,7 +44,9 @@ class RemovedRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _RunningRow:
+class RunningRow:
+    """A row in its slot."""
+
     request: GenerationRequest
     number: int
     first_step: int
@@ -84,19 +78,15 @@ class Scheduler:
         self.num_preempted = 0
         self.num_short = 0
         """How often a row or prompt had to wait, or a row was preempted, because too few blocks were free."""
-        self._rows: dict[int, _RunningRow] = {}
+        self.running: dict[int, RunningRow] = {}
+        """The running rows by slot."""
         self._num_admitted = 0
         self._free_slots: list[int] = []
         self._num_slots = 0
 
     @property
-    def running(self) -> dict[int, GenerationRequest]:
-        """Returns the running rows by slot."""
-        return {slot: row.request for slot, row in self._rows.items()}
-
-    @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self.running)
 
     @property
     def num_free(self) -> int:
@@ -105,7 +95,7 @@ class Scheduler:
     @property
     def end(self) -> int:
         """Returns one more than the highest slot in use."""
-        return max(self._rows, default=-1) + 1
+        return max(self.running, default=-1) + 1
 
     def resize(self, size: "CacheSize") -> None:
         """Adds slots, prompt places and blocks up to `size`. None of them ever becomes fewer."""
@@ -118,7 +108,7 @@ class Scheduler:
 
     def restart(self) -> None:
         """Preempts every row and forgets all slots, prompts and blocks, so that `resize` may allow for fewer."""
-        while self._rows:
+        while self.running:
             self.preempt()
         self.pool = BlockPool()
         self.places = PromptPlaces(self.pool)
@@ -142,40 +132,36 @@ class Scheduler:
             place = self.places.acquire(request.prompt_tokens)
             prompt_blocks = self.places.blocks(request.prompt_tokens)
             admitted.append(Admission(slot, request, place, prompt_blocks, blocks[0]))
-            self._rows[slot] = _RunningRow(request, self._num_admitted, step, step, blocks)
+            self.running[slot] = RunningRow(request, self._num_admitted, step, step, blocks)
             self._num_admitted += 1
         return admitted
 
-    def grow(self, *, step: int) -> list[GivenBlock] | None:
+    def grow(self, *, step: int) -> list[tuple[int, int, int]] | None:
         """Gives running rows the blocks that they fill in the GROW_STEPS steps from `step` on.
 
-        Returns None, and gives none, if they are not all free: then evict prompts or preempt a row, and call it again.
+        Returns the row's slot, the number of blocks that it had before, and the block, for each block. Returns None, and gives none, if they are not all free: then evict prompts or preempt a row, and call it again.
         """
         wanted = [
             (slot, index)
-            for slot, row in self._rows.items()
+            for slot, row in self.running.items()
             for index in range(len(row.blocks), blocks_for(row.fed(step + GROW_STEPS)))
         ]
         if len(wanted) > self.pool.num_free:
             return None
         blocks = self.pool.take(len(wanted))
         for (slot, _), block in zip(wanted, blocks, strict=True):
-            self._rows[slot].blocks.append(block)
-        return [GivenBlock(*at, block) for at, block in zip(wanted, blocks, strict=True)]
+            self.running[slot].blocks.append(block)
+        return [(*at, block) for at, block in zip(wanted, blocks, strict=True)]
 
     def set_drawn(self, slots: Sequence[int], counts: Sequence[int], *, step: int) -> None:
         """Notes how many tokens rows have drawn before decode step `step`, after drafts."""
         for slot, count in zip(slots, counts, strict=True):
-            row = self._rows[slot]
+            row = self.running[slot]
             row.ahead = count - 1 - (step - row.first_step)
-
-    def numbered_rows(self) -> list[tuple[int, int, GenerationRequest]]:
-        """Returns (slot, number, request) of each running row, by slot."""
-        return [(slot, row.number, row.request) for slot, row in sorted(self._rows.items())]
 
     def preempt(self) -> tuple[int, int]:
         """Stops the row that started last and puts it in front of the waiting rows. Returns its slot and number."""
-        slot = max(self._rows, key=lambda slot: self._rows[slot].number)
+        slot = max(self.running, key=lambda slot: self.running[slot].number)
         (row,) = self.remove([slot])
         self.waiting.appendleft(row.request)
         self.num_preempted += 1
@@ -187,11 +173,11 @@ class Scheduler:
 
         The device reports ended slots some steps late: a report from before a row came is about the slot's previous row.
         """
-        return [slot for slot in ended if slot in self._rows and self._rows[slot].slot_since <= step]
+        return [slot for slot in ended if slot in self.running and self.running[slot].slot_since <= step]
 
     def remove(self, slots: Sequence[int]) -> list[RemovedRow]:
         """Removes rows. Their slots and blocks are free at once."""
-        rows = [self._rows.pop(slot) for slot in slots]
+        rows = [self.running.pop(slot) for slot in slots]
         for slot, row in zip(slots, rows, strict=True):
             heapq.heappush(self._free_slots, slot)
             self.places.release(row.request.prompt_tokens)
@@ -200,23 +186,15 @@ class Scheduler:
 
     def compact(self, *, step: int) -> list[tuple[int, int]]:
         """Closes all gaps between running rows before decode step `step`. Returns the moves (from slot, to slot), valid in any order."""
-        holes = [slot for slot in range(self.num_running) if slot not in self._rows]
-        movers = sorted(slot for slot in self._rows if slot >= self.num_running)
+        holes = [slot for slot in range(self.num_running) if slot not in self.running]
+        movers = sorted(slot for slot in self.running if slot >= self.num_running)
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
-            self._rows[target] = self._rows.pop(source)
-            self._rows[target].slot_since = step
+            self.running[target] = self.running.pop(source)
+            self.running[target].slot_since = step
         if moves:
             self._free_slots = list(range(self.num_running, self._num_slots))
         return moves
-
-    def fed_tokens(self, *, step: int) -> list[tuple[int, int, int]]:
-        """Returns (slot, number, new tokens fed before decode step `step`) of each running row, if it has not ended."""
-        return [(slot, row.number, row.fed(step)) for slot, row in self._rows.items()]
-
-    def rows_with_stops(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Returns slot and stop strings of each running row that has any."""
-        return [(slot, row.request.stop) for slot, row in self._rows.items() if row.request.stop]
 
     def next_prompts(
         self, *, max_tokens: int, max_prompts: int, exclude: Container[Prompt] = ()
@@ -265,7 +243,7 @@ class Scheduler:
 
         Without it a row that was preempted would start again at once, and be preempted again.
         """
-        return len(self._rows)
+        return len(self.running)
 
     def _waiting_prompts(self) -> Iterable[Prompt]:
         """Yields the prompts of waiting rows, consecutive samples of one prompt once: hashing a long prompt is slow."""

@@ -56,12 +56,7 @@ class CpuStep:
     """The result of a step is known when it returns."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        weights: FusedWeights,
-        slots: KVSlots,
-        is_end_V: Tensor,
-        threads: CoreThreads,
+        self, decoder: Decoder, weights: FusedWeights, slots: KVSlots, is_end_V: Tensor, threads: CoreThreads
     ) -> None:
         """`weights` are the decoder's own, packed or not."""
         assert slots.rows_cache is not None, "CpuStep reads keys and values from the rows' own addresses"

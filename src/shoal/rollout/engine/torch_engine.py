@@ -24,13 +24,7 @@ from shoal.model.shape import read_shape
 from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.rollout.engine.api import (
-    ComputeDtype,
-    FinishedRow,
-    GenerationRequest,
-    check_idle,
-    check_requests,
-)
+from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_idle, check_requests
 from shoal.rollout.engine.cpu_threads import CoreThreads
 from shoal.rollout.engine.draft_model import DraftModel, check_same_tokenizer
 from shoal.rollout.engine.drafting import DRAFT_TOKENS, Drafting, DraftSettings, PromptLookup
@@ -142,7 +136,8 @@ class TorchEngine:
             self._fewer_rows, self._scheduler.num_short = False, 0
         scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
         if requests:
-            rows = [*scheduler.running.values(), *scheduler.waiting, *requests]
+            running = (row.request for row in scheduler.running.values())
+            rows = [*running, *scheduler.waiting, *requests]
             num_rows = min(scheduler.max_rows, len(rows))
             size = cache_size_for(rows, num_rows, computed_prompts=prefill.batches * prefill.prompts)
             size = size if self._cache_size is None else size.union(self._cache_size)
@@ -156,9 +151,8 @@ class TorchEngine:
             raise ValueError("the engine holds no complete weights; load a version first")
         scheduler, prover = self._scheduler, self._loaded().prover
         if (failure := prover.take_failure()) is not None:
-            scheduler.waiting.extendleft(
-                reversed(failure.requests)
-            )  # they must be computed once more, before all others
+            # They are computed once more, before all others.
+            scheduler.waiting.extendleft(reversed(failure.requests))
             self._halve_cache(failure.error)
         try:
             if scheduler.waiting:
@@ -188,9 +182,9 @@ class TorchEngine:
         if not admitted:
             return
         step.start_rows(admitted)
-        for draw in self._prompts.first_draws(admitted):
-            lines_R, slots_R = upload(np.array([draw.lines, draw.slots]), self._device)
-            step.draw_first_tokens(draw.batch, lines_R, slots_R)
+        for batch, lines_and_slots in self._prompts.first_draws(admitted):
+            lines_R, slots_R = upload(np.array(lines_and_slots), self._device)
+            step.draw_first_tokens(batch, lines_R, slots_R)
         if PREFILL_SIZES[self._device.type].batches > 1 and self._prompts.pending is None:
             self._prompts.pending = self._start_prefill(step)
         if step.lookahead == 0:
@@ -237,13 +231,13 @@ class TorchEngine:
     def _verify_drafts(self, step: "CpuStep | CudaStep") -> bool:
         """Feeds every running row its newest token and a draft. Returns whether there were any drafts."""
         assert self._drafting is not None
-        rows = self._scheduler.numbered_rows()
-        if not rows:
+        slots = sorted(self._scheduler.running)
+        if not slots:
             return False
-        slots = [slot for slot, _, _ in rows]
+        rows = [self._scheduler.running[slot] for slot in slots]
         drawn = step.slots.read_drawn(slots)
         drafts_RT = self._drafting.drafts(
-            [(*row[1:], tokens) for row, tokens in zip(rows, drawn, strict=True)]
+            [(row.number, row.request, tokens) for row, tokens in zip(rows, drawn, strict=True)]
         )
         if drafts_RT.shape[1] == 0:
             return False
@@ -273,9 +267,9 @@ class TorchEngine:
         prover = self._loaded().prover
         segment = prover.size.segment
         complete = [
-            (slot, number, prover.num_folded(number) * segment)
-            for slot, number, fed in self._scheduler.fed_tokens(step=self._num_steps)
-            if fed >= (prover.num_folded(number) + 1) * segment
+            (slot, row.number, prover.num_folded(row.number) * segment)
+            for slot, row in self._scheduler.running.items()
+            if row.fed(self._num_steps) >= (prover.num_folded(row.number) + 1) * segment
         ]
         if complete:
             slots, numbers, firsts = zip(*complete, strict=True)
@@ -286,7 +280,7 @@ class TorchEngine:
 
         Called before each fold: a row is not more than one fold longer than its answer, so its states are still there.
         """
-        rows = self._scheduler.rows_with_stops()
+        rows = [(slot, row.request.stop) for slot, row in self._scheduler.running.items() if row.request.stop]
         if not rows:
             return
         slots, decode = step.slots, self._loaded().tokenizer.decode

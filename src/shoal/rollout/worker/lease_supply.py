@@ -197,9 +197,8 @@ class LeaseSupply:
             self._activity = Activity.WAITING
             lease = self._ask_until_needed(session)
             if lease.lease_id not in self._taken:
-                if (
-                    session.stop.is_set()
-                ):  # `stop` may have given up waiting, and would not give this lease back
+                if session.stop.is_set():
+                    # `stop` may have given up waiting, and would not give this lease back.
                     session.abandon(lease, "the worker stopped while it asked for a lease")
                     raise Stopped("stopped while asking for a lease")
                 self._held[lease.lease_id] = lease

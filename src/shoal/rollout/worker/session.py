@@ -75,12 +75,8 @@ class LeaseLost(Exception):
 
 
 _LEASE_OVER = (
-    "request.lease_closed",
-    "request.conflict",
-    "request.not_yours",
-    "request.not_found",
-    "request.too_large",
-)
+    "request.lease_closed", "request.conflict", "request.not_yours", "request.not_found", "request.too_large"
+)  # fmt: skip
 """Refusals after which a lease cannot be submitted any more."""
 
 

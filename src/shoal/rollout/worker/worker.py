@@ -35,13 +35,7 @@ from shoal.rollout.engine.selection import (
 from shoal.rollout.worker.heartbeat import Activity, HeartbeatThread, WorkerStatus
 from shoal.rollout.worker.lease_supply import PAUSE_AFTER_LOSS_S, LeaseSupply, SessionOpener
 from shoal.rollout.worker.limits import ResourceLimits
-from shoal.rollout.worker.session import (
-    CoordinatorSession,
-    LeaseLost,
-    LeftRun,
-    WorkerExit,
-    join,
-)
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, LeftRun, WorkerExit, join
 from shoal.rollout.worker.uploader import Uploader
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker_folder import WorkerFolder, open_worker_folder

@@ -77,7 +77,10 @@ class JudgedAnswers(DataSet):
     eval_seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_prompts()
+        columns = {"{reference}": self.reference, "{instructions}": self.instructions}
+        for name in ("{question}", "{answer}", *(name for name, column in columns.items() if column)):
+            if name not in self.prompt_of_judge:
+                raise ValueError(f"judge: judge_prompt={self.judge_prompt!r} must contain {name}")
         self._check_scale()
         check_whole("judge: judge_tokens", self.judge_tokens, least=1, most=1 << 16)
         if self.judge_dtype not in ("float32", "bfloat16"):
@@ -91,12 +94,6 @@ class JudgedAnswers(DataSet):
         )
         object.__setattr__(self, "format", format)
         super().__post_init__()
-
-    def _check_prompts(self) -> None:
-        columns = {"{reference}": self.reference, "{instructions}": self.instructions}
-        for name in ("{question}", "{answer}", *(name for name, column in columns.items() if column)):
-            if name not in self.prompt_of_judge:
-                raise ValueError(f"judge: judge_prompt={self.judge_prompt!r} must contain {name}")
 
     def _check_scale(self) -> None:
         try:

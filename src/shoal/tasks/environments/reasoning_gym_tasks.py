@@ -132,10 +132,8 @@ def parse_formula(text: str, *arguments: Any, **settings: Any) -> Any:
     from sympy.parsing.sympy_parser import parse_expr
 
     names = re.findall(r"[A-Za-z_]\w*", text)
-    if not _SAFE_TEXT.fullmatch(text) or any(
-        len(name) > 1 and not _FUNCTION.fullmatch(name) for name in names
-    ):
-        raise ValueError(f"not a formula: {text[:80]!r}")
-    if re.search(r"[A-Za-z_)]\s*\.|\*\*\s*\(?\s*\d{4}", text):
+    unknown = any(len(name) > 1 and not _FUNCTION.fullmatch(name) for name in names)
+    attribute_or_power = re.search(r"[A-Za-z_)]\s*\.|\*\*\s*\(?\s*\d{4}", text)
+    if unknown or attribute_or_power or not _SAFE_TEXT.fullmatch(text):
         raise ValueError(f"not a formula: {text[:80]!r}")
     return parse_expr(text, *arguments, **settings)

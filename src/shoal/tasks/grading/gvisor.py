@@ -32,14 +32,10 @@ def container_command(folder: str, python: str, code: Sequence[Path], arguments:
     """Writes the container's description to `folder`; returns the command that runs Python with these arguments in it."""
     bundle = Path(folder)
     root = bundle / "rootfs"
+    tmpfs = {"type": "tmpfs", "source": "tmpfs"}
     mounts: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
-        {
-            "destination": "/tmp",
-            "type": "tmpfs",
-            "source": "tmpfs",
-            "options": [f"size={TMP_BYTES}", "mode=711"],
-        },
+        tmpfs | {"destination": "/tmp", "options": [f"size={TMP_BYTES}", "mode=711"]},
     ]
     shown = {path: path for path in (*sandbox_child.needed_folders(), python)}
     shown |= {str(path): f"{CODE_FOLDER}/{path.name}" for path in code}
@@ -52,8 +48,10 @@ def container_command(folder: str, python: str, code: Sequence[Path], arguments:
             mounts.append(
                 {"destination": target, "type": "bind", "source": source, "options": ["ro", "rbind"]}
             )
-    empty = {"type": "tmpfs", "source": "tmpfs", "options": ["ro", "size=4k"]}
-    mounts += [empty | {"destination": path} for path in sandbox_child.package_folders()]
+    mounts += [
+        tmpfs | {"destination": path, "options": ["ro", "size=4k"]}
+        for path in sandbox_child.package_folders()
+    ]
     kinds = ("bounding", "effective", "permitted", "inheritable")
     description = {
         "ociVersion": "1.0.0",

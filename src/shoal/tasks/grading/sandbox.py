@@ -178,9 +178,8 @@ def works(level: Level) -> bool:
     if level == "gvisor" and gvisor.find_runsc() is None:
         return False
     try:
-        return run_script("print(6 * 7)", b"", limits=SandboxLimits(), level=level) == ScriptResult(
-            0, b"42\n"
-        )
+        ended = run_script("print(6 * 7)", b"", limits=SandboxLimits(), level=level)
+        return ended == ScriptResult(0, b"42\n")
     except CannotGrade:
         return False
 
