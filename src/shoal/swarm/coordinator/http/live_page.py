@@ -139,7 +139,7 @@ class Feed:
     # -- viewers ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def count_viewer(self, address: str = "") -> Iterator[Viewer]:
+    def count_viewer(self, address: str) -> Iterator[Viewer]:
         """Counts a viewer for the duration of the block. Raises Rejected if all viewers, or those of its address, are too many."""
         here = len(self._by_address.get(address, ()))
         if here >= VIEWERS_PER_ADDRESS or not self._make_room(here):
