@@ -136,7 +136,7 @@ class OneLoop:
             figures = self.learner.step(batch, self.stop)
             curve.figures.append(figures)
             warnings = tracker.add(step_report(batch, figures, wait_s=0.0))
-            curve.warnings += [(self.learner.version, warning.kind) for warning in warnings]
+            curve.warnings += [(self.learner.version, kind) for kind in warnings]
             curve.generate_s += generated_s - started_s
             curve.train_s += time.monotonic() - generated_s
             self.published.append(published(self.decoder))

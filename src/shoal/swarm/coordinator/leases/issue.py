@@ -144,7 +144,7 @@ def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
             lambda: backpressure.keep_place(node.node, now_s, wait_s, accepted=node.accepted, least_s=least_s)
         )
     else:
-        tx.after_commit(lambda: backpressure.count_newcomer(now_s, least_s=least_s))
+        tx.after_commit(lambda: backpressure.others.count(now_s, least_s=least_s))
     return wait_s
 
 
@@ -323,7 +323,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wo
         leased = coordinator.trained[choose_task(seed, [one.spec.weight for one in coordinator.trained])]
         sampling = spec.sampling.of(leased.spec)
     else:
-        _, leased = coordinator.find_evaluation(work.evaluation)
+        leased = next(task for one, task in coordinator.evaluated if one.task.title == work.evaluation)
         own = spec.sampling.of(leased.spec)
         sampling = own.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
     if first is not None:
