@@ -162,8 +162,8 @@ class Feed:
     def _make_room(self, here: int) -> bool:
         """Returns whether there is room for a viewer of an address that has `here` of them.
 
-        If there is none, the newest viewer of the address with the most is ended, unless that has no more than this one would have.
-        So a few addresses cannot lock out all others.
+        If there is none, the newest viewer of the address with the most viewers is ended, provided that this address has more viewers
+        than the new one would have. So a few addresses cannot lock out all others.
         """
         if self.viewers < MAX_VIEWERS:
             return True

@@ -59,8 +59,8 @@ _OVERDUE = (nodes.c.rows_per_s > 0) & (
     + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
     + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
 )
-# Leases of unreliable nodes, and of nodes with little accepted work, stay here after their submission: their junk costs little, and
-# would otherwise keep out the nodes that do the work until a validator has rejected it.
+# Leases of unreliable nodes, and of nodes with little accepted work, match also after their submission: junk costs such a node little,
+# and would otherwise keep out the nodes that do the work until a validator has rejected it.
 _HOPED = (
     not_(IS_RELIABLE)
     | (nodes.c.accepted < given("record"))
