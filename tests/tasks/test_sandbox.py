@@ -240,7 +240,7 @@ def test_folders_that_are_nested_deeply_are_removed(level: Level, place: str) ->
     )
     if place == "." or level != "limits":  # at level limits it could not be told whose the files in /tmp are
         ended = run_script(source, b"", limits=LIMITS, level=level)
-        assert ended in (ScriptResult(0, f"{NESTED}\n".encode()), ScriptResult(TIMED_OUT, b""))
+        assert ended.status in (0, TIMED_OUT), ended
         assert not [one for one in set(os.listdir("/tmp")) - before if one.startswith("nested")]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_learner import make_batch, make_learner
+from tiny_learner import make_batch, make_learner, save
 
 from shoal.background import BackgroundTask
 from shoal.diloco.ranks import SINGLE_PROCESS
@@ -64,7 +64,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
     straight = make_learner(model)
     advance(straight, 2)
     report = advance(straight, 1)
-    checkpoints(tmp_path).save(straight, report)
+    save(checkpoints(tmp_path), straight, report)
     random_state = torch.get_rng_state()
     torch.manual_seed(99)
     again, report_again = resumed(tmp_path, model)
@@ -78,9 +78,9 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
 
 def test_keeps_the_newest(tmp_path: Path, model: Path) -> None:
     learner, kept = make_learner(model), checkpoints(tmp_path)
-    kept.save(learner, None)
+    save(kept, learner, None)
     for _ in range(3):
-        kept.save(learner, advance(learner, 1))
+        save(kept, learner, advance(learner, 1))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["v000002", "v000003"]
 
 
@@ -89,7 +89,7 @@ def test_what_a_killed_process_left_half_written_is_deleted(tmp_path: Path, mode
     left = tmp_path / "checkpoints" / ".v000007.partial"
     left.mkdir()
     (left / "weights.safetensors").write_bytes(bytes(1000))
-    kept.save(learner, None)
+    save(kept, learner, None)
     assert os.listdir(tmp_path / "checkpoints") == ["v000000"]
 
 
@@ -110,8 +110,8 @@ def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     learner = make_learner(model)
-    checkpoints(tmp_path).save(learner, None)
-    checkpoints(tmp_path).save(learner, advance(learner, 1))
+    save(checkpoints(tmp_path), learner, None)
+    save(checkpoints(tmp_path), learner, advance(learner, 1))
     damage(tmp_path / "checkpoints" / "v000001" / name)
     with caplog.at_level(logging.WARNING, logger="shoal.trainer"):
         found = checkpoints(tmp_path).newest()
@@ -124,11 +124,11 @@ def test_a_damaged_checkpoint_is_skipped(
 def test_a_damaged_checkpoint_is_replaced_and_not_counted_as_kept(tmp_path: Path, model: Path) -> None:
     learner, kept = make_learner(model), checkpoints(tmp_path)
     for _ in range(4):
-        kept.save(learner, advance(learner, 1))
+        save(kept, learner, advance(learner, 1))
     truncate(tmp_path / "checkpoints" / "v000004" / "weights.safetensors")
     learner, _ = resumed(tmp_path, model)
     assert learner.version == 3
-    kept.save(learner, advance(learner, 1))
+    save(kept, learner, advance(learner, 1))
     again, _ = resumed(tmp_path, model)
     assert_same(learner, again)
 
@@ -139,7 +139,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 def test_an_unknown_format_is_refused(tmp_path: Path, model: Path) -> None:
     """It must not be skipped like a damaged one: the run would start again from an older version."""
-    checkpoints(tmp_path).save(make_learner(model), None)
+    save(checkpoints(tmp_path), make_learner(model), None)
     manifest = tmp_path / "checkpoints" / "v000000" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("shoal/checkpoint/1", "shoal/checkpoint/9"))
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_crash_between_any_two_writes(
 ) -> None:
     """`survives` flushes and renames succeed; the next one raises."""
     learner = make_learner(model)
-    checkpoints(tmp_path).save(learner, None)
+    save(checkpoints(tmp_path), learner, None)
     report = advance(learner, 1)
     left = [survives]
 
@@ -175,7 +175,7 @@ def test_crash_between_any_two_writes(
         patch.setattr(os, "fsync", failing(os.fsync))
         patch.setattr(os, "rename", failing(os.rename))
         try:
-            checkpoints(tmp_path).save(learner, report)
+            save(checkpoints(tmp_path), learner, report)
             crashed = False
         except Crash:
             crashed = True
@@ -184,14 +184,14 @@ def test_crash_between_any_two_writes(
     found = checkpoints(tmp_path).newest()
     assert found is not None
     assert found.state.version == (1 if survives >= 6 else 0)
-    checkpoints(tmp_path).save(learner, report)
+    save(checkpoints(tmp_path), learner, report)
     again, _ = resumed(tmp_path, model)
     assert_same(learner, again)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
     learner = make_learner(model)
-    checkpoints(tmp_path).save(learner, None)
+    save(checkpoints(tmp_path), learner, None)
     checkpoint = checkpoints(tmp_path).newest()
     assert checkpoint is not None
     other = make_learner(model)
@@ -232,7 +232,7 @@ def test_a_checkpoint_is_written_in_the_background(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, kept = make_learner(model), checkpoints(tmp_path)
-    kept.save(learner, None)
+    save(kept, learner, None)
     report = advance(learner, 1)
     go_on, rename = threading.Event(), os.rename
 

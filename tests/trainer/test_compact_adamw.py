@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_learner import CONFIG, make_batch, make_learner
+from tiny_learner import CONFIG, make_batch, make_learner, save
 
 from shoal.telemetry import Log
 from shoal.trainer.config import DilocoConfig, TrainerConfig
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) 
     straight = make_learner(model, INT8)
     step_twice(straight)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
-    kept.save(straight, None)
+    save(kept, straight, None)
     again = make_learner(model, INT8)
     checkpoint = kept.newest()
     assert checkpoint is not None
@@ -130,7 +130,7 @@ def test_a_run_continues_with_moments_in_the_other_format(
     first = make_learner(model, stored)
     step_twice(first)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
-    kept.save(first, None)
+    save(kept, first, None)
     again = make_learner(model, resumed)
     checkpoint = kept.newest()
     assert checkpoint is not None

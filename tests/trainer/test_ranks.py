@@ -17,7 +17,7 @@ import pytest
 import rank_worker
 import torch
 from small_coordinator import SmallCoordinator
-from tiny_learner import make_batch, make_learner
+from tiny_learner import make_batch, make_learner, save
 
 from shoal.diloco.ranks import SINGLE_PROCESS, Ranks
 from shoal.model.builtin import create_model
@@ -80,7 +80,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Any, 
     make_other_model(folder / "gpt_neox.model")
     learner = make_learner(model, TrainerConfig(**PLAIN))
     learner.step(make_batch(0), threading.Event())
-    Checkpoints(folder / "single", keep=2, log=Log("trainer")).save(learner, None)
+    save(Checkpoints(folder / "single", keep=2, log=Log("trainer")), learner, None)
     process = torchrun(str(HERE / "rank_worker.py"), str(model), str(folder))
     rank_worker.main(str(model), str(folder))  # a single process, in parallel
     log = ended(process)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_coordinator import SmallCoordinator
-from tiny_learner import CONFIG, make_batch, make_learner, make_model
+from tiny_learner import CONFIG, make_batch, make_learner, make_model, save
 
 from shoal.diloco.averaging.averager import AveragerSettings
 from shoal.diloco.averaging.peers import PeerAverager
@@ -112,7 +112,7 @@ def test_the_state_shared_by_sites_is_in_the_checkpoint(tmp_path: Path) -> None:
     sites.join()
     train(learner, seed=0, steps=3)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, log=Log("test"))
-    checkpoints.save(learner, None)
+    save(checkpoints, learner, None)
     again, its = make_site(LocalHub(), model)
     found = checkpoints.newest()
     assert found is not None

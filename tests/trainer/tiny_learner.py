@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -11,8 +12,10 @@ from shoal.model.load_model import load_decoder
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import MicroBatch
+from shoal.trainer.io.checkpoint import Checkpoints, take_snapshot
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
+from shoal.wire.messages import StepReport
 
 VOCAB = 80
 CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=2, row_tokens=48, rows_per_micro_batch=2)
@@ -63,3 +66,9 @@ def make_batch(
         ),
         num_groups=2,
     )
+
+
+def save(checkpoints: Checkpoints, learner: Learner, report: StepReport | None) -> None:
+    """Writes a checkpoint of a single process's learner and waits for it."""
+    checkpoints.begin(learner.version, partial(take_snapshot, learner), report)
+    checkpoints.finish(900.0)

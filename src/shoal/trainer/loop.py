@@ -6,8 +6,8 @@
       └────────── GET /v1/batches/v: waits until the workers have made it ──────┘
 
 A version is published as soon as its step is done, in the background, while the next step trains. Only two waits can hold up
-training, and both are measured: before the first update of a step, for those who still read the weights (capture and checkpoint
-copy); and after the step, for the publication before. Checkpoints are written in the background at an interval.
+training, and both are measured: before the first update of a step, until capture and checkpoint copy have read the weights; and
+after the step, until the version before is published. Checkpoints are written in the background at an interval.
 
 A crash is harmless at any point: the next process loads the last checkpoint, makes the versions since then again from the same
 batches, compares the last with what was published, and continues from the published weights (_TrainerRun._catch_up). With

@@ -24,7 +24,7 @@ def refuse(backpressure: Backpressure, now_s: float, node: str | None = None, sp
     if node is not None:
         backpressure.keep_place(node, now_s, wait_s, least_s=LEAST_S)
     else:
-        backpressure.count_newcomer(now_s, least_s=LEAST_S)
+        backpressure.others.count(now_s, least_s=LEAST_S)
     return wait_s
 
 

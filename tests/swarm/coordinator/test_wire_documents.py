@@ -93,7 +93,7 @@ def test_every_event_has_its_line() -> None:
     """The page lists exactly the events that the code writes into the ledger."""
     written = set(re.findall(r'\.record\(\s*"([a-z]+\.[a-z]+)"', source_of("swarm/coordinator")))
     written |= {f"node.{trust.value}" for trust in Trust} | {"node.current", "node.outdated"}
-    written |= {f"admin.{order}" for order in ("quarantine", "ban", "restore")}
+    written |= {f"admin.{order}" for order in ("quarantine", "ban", "restore", "resume")}
     assert {name for name in fields("ledger.md") if "." in name} == written
 
 

@@ -188,10 +188,6 @@ class Coordinator:
     def folder(self) -> Path:
         return self.data.parent
 
-    def find_evaluation(self, title: str) -> tuple[EvalSpec, LeasedTask]:
-        """Returns the evaluation of this title."""
-        return next(one for one in self.evaluated if one[0].task.title == title)
-
     def num_problems(self, title: str) -> int:
         """Returns the number of training problems of a task with difficulty sampling."""
         task = next(one.task for one in self.trained if one.spec.title == title)
@@ -318,14 +314,6 @@ def _check_same_run(found: Any, newest: int | None, spec: RunSpec, key: str, dir
         raise ValueError(
             f"{dir} has published version {newest}, past last_version={spec.last_version}; raise last_version"
         )
-
-
-_CALIBRATIONS = Statement(select(func.count()).select_from(calibrations))
-
-
-def count_calibrations(db: Connection) -> int:
-    """Returns how many calibrations were repeated."""
-    return int(_CALIBRATIONS.value(db))
 
 
 def spec_now(db: Connection, spec: RunSpec) -> RunSpec:

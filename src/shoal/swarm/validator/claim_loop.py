@@ -186,7 +186,7 @@ class Validator:
         reader: TableReader,
         *,
         log: Log,
-        make_replay: Callable[[RunSpec], DecodeReplay] | None = None,
+        make_replay: Callable[[RunSpec], DecodeReplay] | None,
     ) -> None:
         self._make_replay = make_replay
         self._replay: DecodeReplay | None = None

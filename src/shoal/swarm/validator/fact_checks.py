@@ -189,7 +189,7 @@ PUBLISHED = 38 / 128
 
 
 def check_computation(
-    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None
 ) -> None:
     """Refuses segments beyond the tolerances, or, of a size that the calibration knows, with half of their points wrong."""
     for row, fact in zip(rows, facts, strict=True):
@@ -238,7 +238,7 @@ CERTAIN_EXPONENT = math.log(1e8)
 """A surprise that honest draws reach with a probability of at most 1 in 100,000,000."""
 
 
-def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None) -> None:
+def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None) -> None:
     """Refuses too many tokens that the seed does not draw, among those in blocks that no calibration judges."""
     distances = [fact.draw_distance_T[_unknown(noise, "draws", len(fact.draw_distance_T))] for fact in facts]
     misses = sum(int((distance_T > tolerances.draw).sum()) for distance_T in distances)
@@ -340,7 +340,7 @@ honest submissions in bfloat16 were refused."""
 
 
 def check_logprobs(
-    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None
 ) -> None:
     """Refuses log-probs that are off on average over the submission or over one row.
 

@@ -72,16 +72,15 @@ def judge(
     *,
     reader: TableReader,
     control_seed: int,
-    stop: threading.Event | None = None,
 ) -> Verdict:
     """Returns the verdict on one submission. Its bytes must have the claimed digest, and `policy` must be the claimed version.
 
     `spec` should have the task's files. Where it has only their digests, as the public terms do, everything is checked but no
-    answer is graded. Raises CannotCheck or ReaderFailed if the validator's own side fails, Stopped if `stop` is set.
+    answer is graded. Raises CannotCheck or ReaderFailed if the validator's own side fails.
     """
     if (refusal := refuse_claim(claim)) is not None:
         return refusal
-    (found,) = judge_many([(data, claim)], spec, policy, reader=reader, control_seed=control_seed, stop=stop)
+    (found,) = judge_many([(data, claim)], spec, policy, reader=reader, control_seed=control_seed)
     if isinstance(found, Verdict):
         return found
     raise found

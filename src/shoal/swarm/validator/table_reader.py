@@ -66,14 +66,13 @@ class TableReader:
         self,
         *,
         max_memory_bytes: int = MAX_MEMORY_BYTES,
-        cpu_s: int = CPU_S,
         wall_s: float = WALL_S,
         python: str = sys.executable,
     ) -> None:
         self._wall_s = wall_s
         self.child = ChildProcess(
             "shoal.swarm.validator.table_reader:serve_tables",
-            limits=ChildLimits(memory_bytes=max_memory_bytes, cpu_s=cpu_s),
+            limits=ChildLimits(memory_bytes=max_memory_bytes, cpu_s=CPU_S),
             # The system allocator returns memory and reserves no address space, of which the limit would take a part.
             env={"ARROW_DEFAULT_MEMORY_POOL": "system"},
             max_reply_bytes=max_memory_bytes,

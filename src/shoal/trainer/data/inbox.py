@@ -47,7 +47,7 @@ class Inbox:
         max_lag: int,
         temperatures: Mapping[str, float],
         deadline_s: float,
-        while_waiting: Callable[[], None] = lambda: None,
+        while_waiting: Callable[[], None],
     ) -> None:
         self._client = client
         self._config = config

@@ -185,11 +185,6 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
         state = CheckpointState(version=version, report=report)
         self.start(version, take, lambda snapshot: self._write(snapshot, state))
 
-    def save(self, learner: Learner, report: StepReport | None, deadline_s: float = 900.0) -> None:
-        """Writes a checkpoint of a single process's learner and waits for it."""
-        self.begin(learner.version, partial(take_snapshot, learner), report)
-        self.finish(deadline_s)
-
     def newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint whose digests match, or None. Each damaged one is named in the log and skipped.
 

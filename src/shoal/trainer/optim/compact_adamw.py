@@ -38,10 +38,9 @@ class CompactAdamW(torch.optim.Optimizer):
         *,
         lr: float,
         betas: tuple[float, float],
-        eps: float = 1e-8,
-        seed: int = 0,
+        seed: int,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self._seed = seed
 
     @torch.no_grad()

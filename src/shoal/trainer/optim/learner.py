@@ -97,7 +97,7 @@ class Learner:
         self.sites: SiteMerger | None = None
         """Set if this trainer is one of several sites; it then makes the updates."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called in a step before the weights change for the first time. It waits for those who still read the last version."""
+        """Called in a step before the weights change for the first time. It waits until nobody reads the last version any more."""
         self.between_versions = False
         """Whether the weights have some updates of a step that is not complete; a checkpoint of them would repeat those updates."""
         self._progress = StepProgress(0, 0)

@@ -34,7 +34,7 @@ def admitted(
     signer: Signer,
     allowed: frozenset[Caller],
     *,
-    network: str = "",
+    network: str,
 ) -> Iterator[Transaction]:
     """Opens the transaction of one signed request. If the request is refused inside it, only the nonce stays spent.
 

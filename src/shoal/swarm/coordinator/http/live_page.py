@@ -139,7 +139,7 @@ class Feed:
     # -- viewers ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def count_viewer(self, address: str = "") -> Iterator[Viewer]:
+    def count_viewer(self, address: str) -> Iterator[Viewer]:
         """Counts a viewer for the duration of the block. Raises Rejected if all viewers, or those of its address, are too many."""
         here = len(self._by_address.get(address, ()))
         if here >= VIEWERS_PER_ADDRESS or not self._make_room(here):
@@ -162,8 +162,8 @@ class Feed:
     def _make_room(self, here: int) -> bool:
         """Returns whether there is room for a viewer of an address that has `here` of them.
 
-        If there is none, the newest viewer of the address with the most is ended, unless that has no more than this one would have.
-        So a few addresses cannot lock out all others.
+        If there is none, the newest viewer of the address with the most viewers is ended, provided that this address has more viewers
+        than the new one would have. So a few addresses cannot lock out all others.
         """
         if self.viewers < MAX_VIEWERS:
             return True

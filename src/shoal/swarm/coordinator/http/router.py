@@ -415,7 +415,7 @@ async def send_json(send: Send, content: bytes) -> None:
 
 
 def query_number(request: Request, name: str, default: int) -> int:
-    """Returns a number of the query; raises Rejected if it is none of at most 15 digits."""
+    """Returns a number of the query; raises Rejected unless it has 1 to 15 digits and nothing else."""
     text = request.query_params.get(name, str(default))
     if not _NUMBER.fullmatch(text):
         raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")

@@ -148,7 +148,7 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
     return app
 
 
-def _in_thread(view: Callable[[Request], Response], limit: asyncio.Semaphore | None = None) -> Endpoint:
+def _in_thread(view: Callable[[Request], Response], limit: asyncio.Semaphore | None) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         async with limit or contextlib.nullcontext():
             return await run_in_threadpool(view, request)

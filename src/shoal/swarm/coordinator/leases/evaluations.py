@@ -3,9 +3,9 @@
 An evaluation is cut into chunks. Each chunk is one lease, pinned to the version, and is leased again until one is accepted.
 
 Chunks go to nodes with accepted work. A chunk that a node has held for a while is leased to another node too; the first accepted
-submission counts. So a node that takes chunks and keeps them delays the evaluation only a little, and a key that has delivered
-nothing, or much less than the node that asks, does not delay it at all. Without training work left, nodes without accepted work get chunks too, but what they hold does
-not keep a chunk from others.
+submission counts. So a node that takes chunks and keeps them delays the evaluation only a little. A chunk that is held by a node with
+no accepted work, or with much less than the node that asks, is leased at once. Nodes without accepted work get chunks only when no
+training work is left.
 
 A node that gets a chunk again gets the same seed. It could otherwise provoke void verdicts until it likes the answers.
 """
@@ -120,8 +120,8 @@ def voided_unit(db: Connection, node: str, version: int, task: str, chunk: int) 
 def _must_wait(tx: Transaction, coordinator: Coordinator, node: Row[Any], version: int) -> bool:
     """Returns whether the node gave chunks of this version back or let them expire, and others are to be asked first.
 
-    It waits until the deadline of the last one, and `lease_s` more for each. For ever would be too long: an evaluation that every
-    node has let go once, for example because answers were lost on the way, would never be complete.
+    It waits until the deadline of the last one, and `lease_s` more for each. The wait has an end, because every node may have let a chunk
+    go once, for example because answers were lost on the way; the evaluation would then never be complete.
     """
     lost = _LET_GO.row(tx.db, number=version, name=node.node)
     assert lost is not None, "a count is one row"

@@ -59,8 +59,8 @@ _OVERDUE = (nodes.c.rows_per_s > 0) & (
     + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
     + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
 )
-# Leases of unreliable nodes, and of nodes with little accepted work, stay here after their submission: their junk costs little, and
-# would otherwise keep out the nodes that do the work until a validator has rejected it.
+# Leases of unreliable nodes, and of nodes with little accepted work, match also after their submission: junk costs such a node little,
+# and would otherwise keep out the nodes that do the work until a validator has rejected it.
 _HOPED = (
     not_(IS_RELIABLE)
     | (nodes.c.accepted < given("record"))
@@ -144,7 +144,7 @@ def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
             lambda: backpressure.keep_place(node.node, now_s, wait_s, accepted=node.accepted, least_s=least_s)
         )
     else:
-        tx.after_commit(lambda: backpressure.count_newcomer(now_s, least_s=least_s))
+        tx.after_commit(lambda: backpressure.others.count(now_s, least_s=least_s))
     return wait_s
 
 
@@ -323,7 +323,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wo
         leased = coordinator.trained[choose_task(seed, [one.spec.weight for one in coordinator.trained])]
         sampling = spec.sampling.of(leased.spec)
     else:
-        _, leased = coordinator.find_evaluation(work.evaluation)
+        leased = next(task for one, task in coordinator.evaluated if one.task.title == work.evaluation)
         own = spec.sampling.of(leased.spec)
         sampling = own.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
     if first is not None:

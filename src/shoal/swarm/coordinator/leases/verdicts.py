@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, case, func, or_, select
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction, count_calibrations, newest_version
+from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
@@ -60,7 +60,8 @@ _WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state, _COPY_OF).joi
 MAX_LAPSED_CLAIMS = 2
 """Claims of one submission that may run out before it is void."""
 UNRELIABLE_CLAIMS = 4
-"""One claim in this many is of a node that is not reliable, even while submissions of reliable nodes wait."""
+"""One claim in this many is of a node that is not reliable, even while submissions of reliable nodes wait. These nodes would
+otherwise never be checked while reliable nodes submit more than the validators can check."""
 _RANK = case((IS_RELIABLE, given("reliable_rank")), else_=1)
 # Submissions whose claim ran out come last, so that they delay nothing else. Held-out work comes before other work, because the
 # end of the run waits for it. Nodes with accepted work come before others: junk of new keys costs nothing, and would otherwise
@@ -133,6 +134,7 @@ _CALIBRATED_AT = Statement(
         calibrations.c.from_version <= given("version")
     )
 )
+_NUM_CALIBRATIONS = Statement(select(func.count()).select_from(calibrations))
 _GIVEN = Statement(select(verdicts.c.body).where(verdicts.c.lease_id == given("id")))
 
 
@@ -140,11 +142,13 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     """Returns the next submission, reserved for this validator until the claim runs out."""
     # All validators have the same key, so processes are told apart by the name that they give.
     validator = f"{tx.actor}/{ask.validator}"
+    last = _LAST_CLAIMED.rows(tx.db)
+    is_turn_of_others = len(last) == UNRELIABLE_CLAIMS - 1 and all(one.reliable for one in last)
     row = _NEXT.row(
         tx.db,
         validator=validator,
         most_lapses=0 if ask.fresh else MAX_LAPSED_CLAIMS,
-        reliable_rank=2 if _is_turn_of_unreliable(tx.db) else 0,
+        reliable_rank=2 if is_turn_of_others else 0,
     )
     if row is None:
         raise Rejected(
@@ -154,14 +158,7 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     move(tx, row, LeaseEvent.CLAIM)
     tx.update(SUBMISSIONS, row.lease_id, claimed_by=validator, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     found = _make_claim(row, checks=row.checks, until_s=until_s)
-    return _with_servers(tx, coordinator, found, calibrations=count_calibrations(tx.db))
-
-
-def _is_turn_of_unreliable(db: Connection) -> bool:
-    """Returns whether the last claims were all of reliable nodes. Without this the others would never be checked while reliable
-    nodes submit more than the validators can check."""
-    last = _LAST_CLAIMED.rows(db)
-    return len(last) == UNRELIABLE_CLAIMS - 1 and all(row.reliable for row in last)
+    return _with_servers(tx, coordinator, found, calibrations=int(_NUM_CALIBRATIONS.value(tx.db)))
 
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:

@@ -60,6 +60,7 @@ class KeptPlace(NamedTuple):
 class Backpressure:
     proven: RefusalRate = field(default_factory=RefusalRate)
     others: RefusalRate = field(default_factory=RefusalRate)
+    """Refusals of nodes that are not proven. They keep no places: new keys could otherwise block the queue."""
     _places: dict[str, KeptPlace] = field(default_factory=dict)
     """Places of refused proven nodes. They are not sorted by time: a node that was refused under high load was told to wait longer."""
     _pruned_s: float = 0.0
@@ -68,10 +69,6 @@ class Backpressure:
         """Returns how long a node that is refused now should wait. `spread` is a factor drawn from SPREAD. Changes nothing."""
         wait_s = (self.proven if proven else self.others).wait_s
         return least_s if wait_s <= least_s else wait_s * spread
-
-    def count_newcomer(self, now_s: float, *, least_s: float) -> None:
-        """Counts the refusal of a node that is not proven. It keeps no place: new keys could otherwise block the queue."""
-        self.others.count(now_s, least_s=least_s)
 
     def keep_place(
         self, node: str, now_s: float, wait_s: float, *, accepted: int = 0, least_s: float

@@ -167,7 +167,7 @@ def oldest_worth_leasing(inputs: PlanningInputs, terms: PlanningTerms) -> int:
 
     drop: any version that the trainer would accept now. Nodes are never idle; groups that become too old are dropped.
     wait: any version that the trainer will still accept when these groups are used, after all that are ready or leased. Raises
-    NoWork if there is none: the node waits for the next version instead of working in vain. At max_lag 0 no node generates
+    NoWork if there is no such version: the node waits for the next one instead of working in vain. At max_lag 0 no node generates
     while the trainer trains. A newcomer does not wait for the groups of others.
     """
     max_lag, newest = terms.max_lag, inputs.newest_version

@@ -372,7 +372,7 @@ evaluation_chunks = Table(
     Column("lease_id", ForeignKey("leases.lease_id"), nullable=False),
     Column("reward_sum", Float, nullable=False),
     Column("rollouts", Integer, nullable=False),
-    # Right answers, and prompts: all, those with a right answer, those whose most frequent answer is right.
+    # Number of right answers; of prompts; of prompts with a right answer; and of prompts whose most frequent answer is right.
     Column("right", Integer, nullable=False),
     Column("prompts", Integer, nullable=False),
     Column("passed", Integer, nullable=False),
