@@ -188,7 +188,7 @@ class ChangeLog:
         self._evaluated: set[tuple[int, str]] = set()
         self._warned: set[tuple[int | None, str]] = set()
         self._void: dict[str, int] = {}
-        self._void_told: set[str] = set()
+        self._void_reported: set[str] = set()
 
     def since_last(self, stats: Stats) -> list[str]:
         """Returns one sentence for each change."""
@@ -232,9 +232,9 @@ class ChangeLog:
             return ""
         reason = f"{explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]"
         kind = re.sub(r"[0-9a-f]{6,}|\d+", "", reason)
-        if kind in self._void_told:
+        if kind in self._void_reported:
             return ""
-        self._void_told.add(kind)
+        self._void_reported.add(kind)
         return reason
 
 
