@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from torch import Tensor
 
-from shoal.cli.arena.schemes import CheckedRow, Floats, PublishedToploc, Scheme, Table, by_prompt, verify
+from shoal.cli.arena.schemes import CheckedRow, Floats, PublishedToploc, Table, by_prompt, verify
 from shoal.swarm.validator import fact_checks
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.toploc import SegmentCheck
@@ -46,26 +45,21 @@ def row_facts(row: CheckedRow, segments: Sequence[SegmentCheck]) -> RowFacts:
 
 
 @dataclass(frozen=True)
-class ShoalDecision(Scheme):
+class ShoalDecision(PublishedToploc):
     """TOPLOC proofs, log-probs and draws against a calibration (docs/toploc.md), with a limit from honest scores."""
 
     name = "Shoal tuned"
     measured_as = "shoal"
     source = "docs/toploc.md, with a tuned limit"
     bytes_per_token = PublishedToploc.bytes_per_token + 4.0
+    has_limit = False
     noise: Noise
     tolerances: Tolerances
-
-    def commit(self, states: Sequence[Tensor]) -> Sequence[object]:
-        return PublishedToploc().commit(states)
-
-    def forge(self, states: Sequence[Tensor], typical_H: Tensor) -> Sequence[object]:
-        return PublishedToploc().forge(states, typical_H)
 
     def measure(
         self, rows: Sequence[CheckedRow], commitments: Sequence[object], prompts: Sequence[int]
     ) -> Table:
-        checks = verify(rows, commitments, PublishedToploc().proof)
+        checks = verify(rows, commitments, self.proof)
         facts = [row_facts(row, segments) for row, segments in zip(rows, checks, strict=True)]
         sums, largest = [], []
         for row, fact in zip(rows, facts, strict=True):

@@ -28,6 +28,7 @@ from shoal.cli.ui.values import (
     add_threads,
     add_value,
     at_least_one,
+    device_of_rank,
     seconds,
     use_device,
 )
@@ -172,8 +173,7 @@ def _join_ranks(file: "DilocoFile", options: argparse.Namespace) -> "Ranks":
         raise ValueError(
             f"{size} ranks for inner.batch = {file.inner.batch} samples: some would have none; start at most {file.inner.batch}"
         )
-    if options.device == "cuda" and size > 1:
-        options.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    options.device = device_of_rank(options.device)
     timeout_s = max(options.join_s, 3 * file.rounds.deadline_s) + 60
     return join_ranks(rank=rank, size=size, device=options.device, command_timeout_s=timeout_s)
 

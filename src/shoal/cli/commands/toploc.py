@@ -264,7 +264,7 @@ def _spread_lengths(requests: Sequence[GenerationRequest]) -> list[GenerationReq
 def _calibrated_tasks(spec: RunSpec) -> list[CalibratedTask]:
     """Returns every task with the temperatures it is sampled at, those of `sampling.temperature` first.
 
-    An evaluation is left out if it asks like a task that is trained on, at the same temperature.
+    An evaluation is left out if it poses the same problems as a task that is trained on, at the same temperature.
     """
     titled = [(f"task {one.title}", one) for one in spec.tasks]
     titled += [(f"evaluation {one.task.title}", one.task) for one in spec.evals]

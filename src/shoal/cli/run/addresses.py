@@ -15,7 +15,7 @@ from shoal.files import write_bytes_atomically
 LOOPBACK = "127.0.0.1"
 COORDINATOR_PORT = 8700
 PORTS = range(20_000, 30_000)
-"""Below the ports that systems give to outgoing connections, so that a restarted role finds its port free."""
+"""Ports below those that systems give to outgoing connections, so that a restarted role finds its port free."""
 _WILDCARDS = ("0.0.0.0", "::")
 
 

@@ -245,26 +245,18 @@ def prepare_folder(run: LocalRun, console: Console) -> None:
             print_plainly(
                 console, f"changed since the run began: {describe_changes(changes)}; the ledger records it"
             )
-        _write_marker(run)
-        return
-    if marker.exists():
-        age_s = time.time() - marker.stat().st_mtime
-        print_plainly(
-            console, f"--fresh: deleting the run in {run.folder}, which was started {duration(age_s)} ago"
-        )
-    # The folder itself stays, because its descriptor holds the lock.
-    for path in run.folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    _write_marker(run)
-
-
-def _write_marker(run: LocalRun) -> None:
-    """Writes the run file with its overrides into the folder."""
+    else:
+        if marker.exists():
+            age = duration(time.time() - marker.stat().st_mtime)
+            print_plainly(console, f"--fresh: deleting the run in {run.folder}, which was started {age} ago")
+        # The folder itself stays, because its descriptor holds the lock.
+        for path in run.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     text = overridden_text(run.source, run.overrides)
-    write_bytes_atomically(run.folder / MARKER, text.encode(), durable=False)
+    write_bytes_atomically(marker, text.encode(), durable=False)
 
 
 # -- the roles ----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class LogFollower:
         self._logs = logs
         # A resumed run says only what is new.
         self._read: dict[Path, int] = {path: path.stat().st_size for path in logs.glob("*.log")}
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._training = ("", "")
         """What the trainer trains, as in `Stats.waiting_for`, and how far it is."""
 
@@ -63,8 +63,8 @@ class LogFollower:
                 if not followed and not message.startswith(_HELD_BACK):
                     continue
                 kind = (path.stem, re.sub(r"[0-9a-f]{6,}|\d+(\.\d+)?", "", message))
-                if kind not in self._told:
-                    self._told.add(kind)
+                if kind not in self._reported:
+                    self._reported.add(kind)
                     sentences.append(f"warning, {path.stem}: {message} (log: {path})")
         return sentences
 

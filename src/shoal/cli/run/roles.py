@@ -32,6 +32,7 @@ from shoal.cli.ui.values import (
     add_weights,
     at_least_one,
     check_device,
+    device_of_rank,
     seconds,
     share,
     url,
@@ -207,7 +208,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.wire.keys import Key
 
-    device = _device_of_rank(options.device)
+    device = device_of_rank(options.device)
     check_device(device)
     if options.url is None and options.host in ("0.0.0.0", "::"):
         raise ValueError(
@@ -385,10 +386,3 @@ def limit_thread_spinning() -> None:
 def _exit_code(stop: threading.Event) -> int:
     """Returns EXIT_INTERRUPTED for a role that was told to stop: it has not finished, and a supervisor may restart it."""
     return EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
-
-
-def _device_of_rank(name: str) -> str:
-    """Returns the GPU of this process's local rank where torchrun started several processes on a host."""
-    if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return name
-    return f"cuda:{os.environ['LOCAL_RANK']}"

@@ -66,7 +66,7 @@ class Child:
     deadlines: int = 0
     """How often it ended because it had waited too long for another role."""
     reason: str = ""
-    """The last line of its log when it died last. Dying of the same reason twice in a row ends the run."""
+    """The last line of its log when it died last. The run ends if a role dies twice in a row with the same last line."""
     ended: int | None = None
     """Exit code, once it has ended and will not be restarted."""
 

@@ -28,11 +28,11 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.cli.ui.values import byte_size
-from shoal.cli.ui.view import BAR_WIDTH, duration, shown_trust
+from shoal.cli.ui.view import BAR_WIDTH, duration, explain_verdict, shown_trust
 from shoal.files import folder_bytes
 from shoal.rollout.worker.worker_folder import LOG_FILE, STATUS_FILE
 from shoal.telemetry import printable
-from shoal.wire.codes import CODES, explain_code
+from shoal.wire.codes import CODES
 from shoal.wire.messages import Info, NodeView
 
 ASK_S = 5.0
@@ -152,7 +152,7 @@ class JoinView:
             return
         if node.rejected > self._refused and node.last_code and node.last_code.startswith("reject."):
             remedy = CODES[node.last_code].remedy if node.last_code in CODES else "shoal explain"
-            words = f"refused: {explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]; what to do: {remedy}"
+            words = f"refused: {explain_verdict(node)}; what to do: {remedy}"
             self._console.print(Text(f"{time.strftime('%H:%M:%S')} {printable(words)}"))
         self._refused = node.rejected
 

@@ -400,6 +400,13 @@ def check_device(name: str) -> None:
         )
 
 
+def device_of_rank(name: str) -> str:
+    """Returns the GPU of this process's local rank where torchrun started several processes on a host."""
+    if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return name
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
 def use_device(options: argparse.Namespace) -> None:
     """Checks --device, and sets the number of torch's threads if --threads gives one."""
     import torch

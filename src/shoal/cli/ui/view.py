@@ -161,6 +161,11 @@ def shown_trust(node: NodeView) -> str:
     return "ejected" if node.trust == "banned" else node.trust
 
 
+def explain_verdict(node: NodeView) -> str:
+    """Returns the last verdict on a node in words, with its code and detail."""
+    return f"{explain_code(node.last_code or '')} [{node.last_code}: {node.last_detail}]"
+
+
 def duration(seconds: float) -> str:
     """Returns a time in words: `8 s`, `3 min`, `2 h 5 min`."""
     if seconds < 90:
@@ -188,21 +193,16 @@ class ChangeLog:
         self._evaluated: set[tuple[int, str]] = set()
         self._warned: set[tuple[int | None, str]] = set()
         self._void: dict[str, int] = {}
-        self._void_told: set[str] = set()
+        self._void_reported: set[str] = set()
 
     def since_last(self, stats: Stats) -> list[str]:
         """Returns one sentence for each change."""
         sentences = []
         for node in stats.nodes:
             name = name_of(node, self._names)
-            if (
-                node.rejected > self._rejected.get(node.node, 0)
-                and node.last_code
-                and node.last_code.startswith("reject.")
-            ):
-                sentences.append(
-                    f"{name} refused: {explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]"
-                )
+            code = node.last_code or ""
+            if node.rejected > self._rejected.get(node.node, 0) and code.startswith("reject."):
+                sentences.append(f"{name} refused: {explain_verdict(node)}")
             if node.trust == "banned" and self._trust.get(node.node) != "banned":
                 sentences.append(
                     f"{name} ejected after {node.rejected} refusals; the refused work is not trained on"
@@ -230,11 +230,11 @@ class ChangeLog:
         """Returns why a node's last work is void, the first time that this reason appears; else an empty text."""
         if not node.last_code or not node.last_code.startswith("void."):
             return ""
-        reason = f"{explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]"
+        reason = explain_verdict(node)
         kind = re.sub(r"[0-9a-f]{6,}|\d+", "", reason)
-        if kind in self._void_told:
+        if kind in self._void_reported:
             return ""
-        self._void_told.add(kind)
+        self._void_reported.add(kind)
         return reason
 
 
