@@ -66,7 +66,9 @@ def write_atomically(path: Path, *, mode: int = 0o666, durable: bool = True) -> 
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(partial):
-            error.filename, error.filename2 = str(path), None  # the message names the file that was asked for
+            raise OSError(
+                error.errno, error.strerror, str(path)
+            ) from error  # names the file that was asked for
         raise
     if durable:
         flush_folder(path.parent)
