@@ -31,6 +31,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path: Path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    for path in (tmp_path / "report.html", Path("/proc/report.html")):
+        with pytest.raises(OSError, match=f"'{path}'$"):
+            write_bytes_atomically(path, b"x")
+
+
+def test_a_path_below_a_file_is_not_locked(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    assert not is_locked(tmp_path / "run.toml" / "lock")
+
+
 def test_a_write_replaces_the_whole_file_and_keeps_the_mode(tmp_path: Path) -> None:
     path = tmp_path / "new" / "key"
     write_bytes_atomically(path, b"a" * 100, mode=0o600)

@@ -50,9 +50,13 @@ def write_atomically(path: Path, *, mode: int = 0o666, durable: bool = True) -> 
             if durable:
                 os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(partial):
+            raise OSError(
+                error.errno, error.strerror, str(path)
+            ) from error  # names the file that was asked for
         raise
     if durable:
         flush_folder(path.parent)
@@ -123,11 +127,11 @@ def hold_lock(path: Path, *, message: str) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether some process holds the lock on `path`. A missing file is not locked."""
+    """Returns whether some process holds the lock on `path`. A missing file is not locked, nor one below a path that is no folder."""
     try:
         with path.open("ab" if path.exists() else "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True

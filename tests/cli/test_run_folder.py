@@ -197,6 +197,22 @@ def test_the_coordinators_port_is_fixed_unless_it_is_taken(tmp_path: Path) -> No
     assert choose(tmp_path)[0] == port, "a resumed run keeps its port"
 
 
+def test_a_port_in_use_or_a_foreign_address_is_refused_before_a_run_is_deleted(run: LocalRun) -> None:
+    run.folder.mkdir()
+    for name in (MARKER, "model.safetensors"):
+        (run.folder / name).write_text("hours of work")
+    fresh = dataclasses.replace(run, fresh=True)
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port} is in use by another program"):
+            run_local(dataclasses.replace(fresh, port=port), threading.Event(), QUIET)
+    with pytest.raises(ValueError, match=r"--host 192\.0\.2\.1: .*; give an address of this machine"):
+        run_local(dataclasses.replace(fresh, host="192.0.2.1"), threading.Event(), QUIET)
+    assert (run.folder / "model.safetensors").read_text() == "hours of work"
+
+
 def test_others_join_by_one_line() -> None:
     assert join_sentences(HERE, "open") == [
         "only this machine can join; --host 0.0.0.0 lets others in your network join"

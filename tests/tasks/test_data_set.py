@@ -241,6 +241,10 @@ def test_unusable_files_and_options(tmp_path: Path) -> None:
         make("gsm8k", path=str(tmp_path / "rows.jsonl.gz")).problem("train", 0)
     with pytest.raises(ValueError, match="no data file at nowhere"):
         make("gsm8k", path="nowhere").problem("train", 0)
+    with pytest.raises(ValueError, match=r"\. is a folder; give a data file, such as train\.jsonl"):
+        make("gsm8k", path=".").problem("train", 0)
+    with pytest.raises(ValueError, match=r"task 'gsm8k' has no option 'pth'; did you mean path\?"):
+        make("gsm8k", pth="rows.jsonl")
     with pytest.raises(ValueError, match=r"task 'gsm8k' needs path; set it in .*--option path=\.\.\."):
         make("gsm8k")
     with pytest.raises(ValueError, match="too few rows to hold any out"):

@@ -182,6 +182,17 @@ def _check_options(name: str, factory: Factory, options: Options) -> None:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return
+    names = [
+        one for one, kind in known.items() if one != "format" or not isinstance(factory, functools.partial)
+    ]
+    takes_others = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for option in options:
+        if option not in names and not takes_others:
+            close = difflib.get_close_matches(option, names, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(
+                f"task {name!r} has no option {option!r}; {hint}it has: {', '.join(names) or 'none'}"
+            )
     missing = [
         one
         for one, kind in known.items()
@@ -193,15 +204,3 @@ def _check_options(name: str, factory: Factory, options: Options) -> None:
         raise ValueError(
             f"task {name!r} needs {', '.join(missing)}; set it in the run file's options, or with --option {missing[0]}=..."
         )
-    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        return
-    names = [
-        one for one, kind in known.items() if one != "format" or not isinstance(factory, functools.partial)
-    ]
-    for option in options:
-        if option not in names:
-            close = difflib.get_close_matches(option, names, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(
-                f"task {name!r} has no option {option!r}; {hint}it has: {', '.join(names) or 'none'}"
-            )

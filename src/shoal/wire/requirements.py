@@ -136,6 +136,7 @@ def pick(offers: Iterable[Offer], machine: Capabilities, wanted: str | None = No
             return offer
         refusals.append(f"{offer.run}: {'; '.join(reasons)}")
     which = "no run" if wanted is None else f"no run {wanted!r}"
+    remedy = "; name one of them" if wanted is not None and refusals else ""
     raise ValueError(
-        f"there is {which} for this machine here ({' | '.join(refusals) or 'the list of runs is empty'})"
+        f"there is {which} for this machine here ({' | '.join(refusals) or 'the list of runs is empty'}){remedy}"
     )

@@ -70,14 +70,27 @@ def choose_addresses(
     path = folder / "ports.json"
     before: list[int] = json.loads(path.read_text()) if path.exists() else []
     first = port or (before[0] if before else COORDINATOR_PORT)
+    check_address(host, port)
     ports = free_ports(2 + relays, [first, *before[1:]], host=host, held=held)
-    if port and ports[0] != port:
-        raise ValueError(
-            f"--port {port} is in use by another program on {host}; choose another one, or leave --port out"
-        )
     write_bytes_atomically(path, json.dumps(ports).encode())
     outside = find_own_address() if host in _WILDCARDS else host
     return RunAddresses(host=host, outside=outside, ports=tuple(ports))
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Raises ValueError if this machine does not have the address, or if another program has the port."""
+    with contextlib.ExitStack() as bound:
+        try:
+            sock = bound.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            sock.bind((host, 0))
+        except OSError as error:
+            raise ValueError(
+                f"--host {host}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all of them"
+            ) from None
+        if port and not _try_bind(host, port, bound, None):
+            raise ValueError(
+                f"--port {port} is in use by another program on {host}; choose another one, or leave --port out"
+            )
 
 
 def find_own_address() -> str:

@@ -18,7 +18,14 @@ from shoal.cli.commands.admin import send_order
 from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.commands.watch import write_report
 from shoal.cli.public_api import PublicApi
-from shoal.cli.run.addresses import COORDINATOR_PORT, LOOPBACK, RunAddresses, choose_addresses, join_sentences
+from shoal.cli.run.addresses import (
+    COORDINATOR_PORT,
+    LOOPBACK,
+    RunAddresses,
+    check_address,
+    choose_addresses,
+    join_sentences,
+)
 from shoal.cli.run.calibration import calibrate_here
 from shoal.cli.run.changes import changes_between, check_changes, describe_changes
 from shoal.cli.run.estimate import estimates
@@ -26,13 +33,7 @@ from shoal.cli.run.notices import LogFollower, NoticeFiles
 from shoal.cli.run.overrides import overridden_text
 from shoal.cli.run.preflight import problems_found, resources_needed, try_run
 from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
-from shoal.cli.run.summary import (
-    LocalWorker,
-    RunVerdict,
-    format_sample,
-    judge_run,
-    print_summary,
-)
+from shoal.cli.run.summary import LocalWorker, RunVerdict, format_sample, judge_run, print_summary
 from shoal.cli.run.supervise import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -151,6 +152,7 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     run.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with lock_folder(run.folder, stop) as lock, contextlib.ExitStack() as held:
         check_folder(run)  # again: another run may have used the folder until now
+        check_address(run.host, run.port)  # with --fresh, before anything is deleted
         prepare_folder(run, console)
         replace_link(run.folder / "model", Path("trainer") / "newest")
         addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays, held=held)

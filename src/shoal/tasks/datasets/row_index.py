@@ -100,6 +100,8 @@ class RowIndex:
         cls, path: Path, format: IndexedFormat, *, known_bad: frozenset[int] | None = None
     ) -> "RowIndex":
         """Returns the index of a file. With `known_bad` these rows are unusable, and gold answers are not checked."""
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give a data file, such as {path / 'train.jsonl'}")
         key = _cache_key(path, format)
         for base in _cache_bases(path, key):
             found = _read_cache(base, path, key)
