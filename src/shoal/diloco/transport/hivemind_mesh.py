@@ -1,9 +1,9 @@
 """The mesh over the internet: Hivemind's DHT as directory, its libp2p daemon for streams (NAT traversal, relays, TLS).
 
 Only these two parts of Hivemind are used, and vectors take direct links where possible (mesh.DirectLinks). Hivemind's own
-averager is not used: it reports success with wrong averages (docs/diloco.md), and its processes need the start method
-fork. The daemon may lose what was written to a socket that is closed at once, so the last sender waits for the other
-side to close (Stream.wait_closed_by_peer).
+averager is not used: it reports success with wrong averages (docs/decisions/001-digests-decide-averages.md), and its
+processes need the start method fork. The daemon may lose what was written to a socket that is closed at once, so the last
+sender waits for the other side to close (Stream.wait_closed_by_peer).
 """
 
 import asyncio
