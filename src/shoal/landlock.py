@@ -102,13 +102,9 @@ def landlock_version() -> tuple[int, str]:
     version = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 0:
         number = ctypes.get_errno()
-        disabled = number == errno.EOPNOTSUPP
-        return (
-            0,
-            "Landlock was disabled at boot"
-            if disabled
-            else f"this kernel has no Landlock ({os.strerror(number)})",
-        )
+        if number == errno.EOPNOTSUPP:
+            return 0, "Landlock was disabled at boot"
+        return 0, f"this kernel has no Landlock ({os.strerror(number)})"
     if version < MIN_VERSION:
         return version, f"this Linux has Landlock {version}, files need {MIN_VERSION} (Linux 5.19)"
     return version, ""

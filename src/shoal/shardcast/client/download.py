@@ -362,15 +362,12 @@ class Download:
         self._assembly.count_received(name, num_bytes)
         self._unproven_bytes += num_bytes
         if self._unproven_bytes >= PROGRESS_BYTES:
-            self._note_progress()
-
-    def _note_progress(self) -> None:
-        self._progress_s, self._unproven_bytes = time.monotonic(), 0
+            self._progress_s, self._unproven_bytes = time.monotonic(), 0
 
     def _count_delivery(self, request: _ShardRequest, shard: Shard, took_s: float) -> None:
         with self._work:
             request.shards.popleft()
-            self._note_progress()
+            self._progress_s, self._unproven_bytes = time.monotonic(), 0
             request.started_s, request.num_bytes = self._progress_s, 0
             if self._over:
                 return
