@@ -199,7 +199,7 @@ def main(rules: str, command: list[str]) -> None:
     parent = os.getppid()
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the signal was asked for
+        if os.getppid() != parent:  # the parent ended before the signal was requested
             sys.exit(1)
         drop_capabilities()
     confine(**json.loads(rules))

@@ -308,7 +308,9 @@ def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int
         return stream
     low = (stream & 0x7F).astype(np.int32)
     numbers = low.copy()
-    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])  # value << 7 | previous byte, where that continues
+    numbers[1:] += more[:-1] * (
+        low[1:] * 127 + low[:-1]
+    )  # value << 7 | previous byte, where the previous byte continues
     third = more[1:-1] & more[:-2]
     if third.any():
         if (third[1:] & more[:-3]).any():

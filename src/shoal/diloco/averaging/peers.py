@@ -219,7 +219,7 @@ class PeerAverager:
             self._announcer.cancel()
             self._leader.stop()
             await self._discovery.say_goodbye()
-        # Also after an interrupted start, which may have left a daemon and tasks behind.
+        # An interrupted start may have left a daemon and tasks behind, so the mesh is stopped after it too.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:

@@ -160,7 +160,9 @@ class LocalMesh:
 
         def finish(task: "asyncio.Task[None]") -> None:
             self._tasks.discard(task)
-            if not taken.is_set():  # cancelled before it began, so `serve` could not close the socket
+            if (
+                not taken.is_set()
+            ):  # the task was cancelled before it began, so `serve` could not close the socket
                 end.close()
 
         try:

@@ -101,7 +101,7 @@ class Download:
         self._progress_s = 0.0  # when the last shard or the last PROGRESS_BYTES of one arrived
         self._unproven_bytes = 0  # bytes since then
         self._at_relays: dict[tuple[str, str], int] = {}  # bytes of a file that a relay said it has received
-        self._claimed_bytes = 0  # by how much those numbers have grown
+        self._claimed_bytes = 0  # how much those numbers have grown in all
         self._window_s, self._window_bytes = 0.0, 0  # what relays delivered lately, without the last source
         self._asks_last = False
         self._threads: list[threading.Thread] = []

@@ -207,7 +207,7 @@ def _socket_reader(
     response: http.client.HTTPResponse, sock: socket.socket, cancelled: Callable[[], bool]
 ) -> ReadInto:
     """Returns a reader that lets the kernel fill the memory with one call, instead of waking up for each packet."""
-    num_buffered = len(response.fp.peek())  # what arrived together with the head
+    num_buffered = len(response.fp.peek())  # bytes of the body that arrived together with the head
     # Without a Python timeout, because with one the socket is non-blocking and MSG_WAITALL has no effect.
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_EVERY)
