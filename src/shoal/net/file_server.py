@@ -441,9 +441,8 @@ def _begin_without_bbr(listening: socket.socket) -> bytes | None:
 
     BBR sends by a timer for every 64 KB, which costs near clients a third more CPU, and a connection keeps the timer after a change.
     """
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # the socket is not TCP, or the system lacks this option
+    # Suppressed: the socket is not TCP, or the system lacks this option.
+    with contextlib.suppress(OSError, AttributeError):
         usual = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
         if usual.startswith(b"bbr"):
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

@@ -105,9 +105,8 @@ class Connections:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RelayFailed(f"{type(error).__name__}: {error}") from None
         finally:
-            if (
-                not reusable and server in self._open
-            ):  # the rest of its body would be read as the next response
+            # The rest of its body would be read as the next response.
+            if not reusable and server in self._open:
                 self._open.pop(server).close()
 
     def _send(

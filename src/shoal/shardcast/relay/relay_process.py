@@ -189,9 +189,8 @@ class Relay:
             self._accepted = True
         except (Unreachable, Refused) as error:
             if isinstance(error, Refused) and error.code in _WRONG_KEY_CODES and not self._accepted:
-                self._refused = (
-                    error  # only another key helps: without reports no client learns of this relay
-                )
+                # Only another key helps: without reports no client learns of this relay.
+                self._refused = error
             elif not self._stop.is_set():
                 self._log.warning(f"report to the coordinator failed, will retry: {error}")
 
