@@ -148,9 +148,8 @@ def _in_threads(jobs: Iterable[Callable[[R], T]], readers: Sequence[R]) -> Gener
     unused, running = deque(readers), deque[Future[T]]()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
         for job in jobs:
-            if len(running) == len(
-                readers
-            ):  # otherwise the next job would overwrite a buffer that is still in use
+            # Otherwise the next job would overwrite a buffer that is still in use.
+            if len(running) == len(readers):
                 yield running.popleft().result()
             unused.rotate(-1)
             running.append(threads.submit(job, unused[-1]))
@@ -308,7 +307,8 @@ def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int
         return stream
     low = (stream & 0x7F).astype(np.int32)
     numbers = low.copy()
-    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])  # value << 7 | previous byte, where that continues
+    # value << 7 | previous byte, where the previous byte continues
+    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])
     third = more[1:-1] & more[:-2]
     if third.any():
         if (third[1:] & more[:-3]).any():

@@ -284,7 +284,7 @@ class VersionStore:
                 shutil.rmtree(path)  # a power cut came before the manifest was on the disk
                 continue
             if sealed is None:
-                continue  # it is being published
+                continue  # the publisher writes the manifest last, so this version is still being published
             try:
                 manifest = self._check(sealed)
             except Rejected as rejected:
