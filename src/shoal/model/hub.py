@@ -27,7 +27,7 @@ def is_hub_name(model: str) -> bool:
 
 @functools.lru_cache(maxsize=4)  # a command asks several times, and a branch may move meanwhile
 def hub_folder(model: str) -> Path:
-    """Returns a folder with the model, downloaded now or earlier. Raises ValueError with the remedy if it cannot be had."""
+    """Returns a folder with the model, downloaded now or earlier. Raises ValueError with the remedy if it cannot be downloaded."""
     match = _NAME.fullmatch(model)
     assert match is not None, model
     hub = import_hub(f'model = "{model}"')
