@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -241,8 +241,7 @@ def test_a_machine_that_is_too_slow_for_the_leases_gets_longer_ones(tmp_path: Pa
 
     class Slow(Behaviour):
         def engine(self, engine: Engine) -> Engine:
-            slow: Any = SlowEngine(engine, load_s=2.0, step_s=0.2)
-            return slow
+            return cast("Engine", SlowEngine(engine, load_s=2.0, step_s=0.2))
 
     def work() -> None:
         with pytest.raises(Stopped):

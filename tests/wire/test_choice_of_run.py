@@ -49,7 +49,7 @@ def test_the_error_names_a_reason_for_each_run() -> None:
     offers = [offer("huge", needs=Needs(memory_gb=80.0)), offer("over", finished=True)]
     with pytest.raises(ValueError, match=r"huge: it needs 80 GB.*over: it is finished"):
         pick(offers, LAPTOP)
-    with pytest.raises(ValueError, match="no run 'b' .*; name one of them"):
+    with pytest.raises(ValueError, match=r"no run 'b' .*; name one of them"):
         pick(offers, LAPTOP, "b")
     with pytest.raises(ValueError, match="the list of runs is empty"):
         pick([], LAPTOP)

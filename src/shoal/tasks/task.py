@@ -86,7 +86,7 @@ class Finite(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
+class PromptLengths(Protocol):
     """A task that knows the lengths of its prompts without making its problems."""
 
     def prompt_chars(self, split: Split) -> Sequence[int]:
@@ -94,8 +94,8 @@ class Measured(Protocol):
 
 
 def prompt_chars(task: Task, split: Split) -> Sequence[int]:
-    """Returns what `Measured.prompt_chars` does; none for other tasks."""
-    return task.prompt_chars(split) if isinstance(task, Measured) else ()
+    """Returns what `PromptLengths.prompt_chars` does; none for other tasks."""
+    return task.prompt_chars(split) if isinstance(task, PromptLengths) else ()
 
 
 def problem_rng(seed: int, attempt: int) -> random.Random:

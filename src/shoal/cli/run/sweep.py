@@ -39,7 +39,8 @@ def sweep(options: argparse.Namespace, stop: threading.Event) -> int:
     """Runs every combination, prints a table and writes it as JSON. The exit code is 0 if every run ended as its file expects."""
     runs = combinations(options.set)
     # All of them now: a mistake in the last value must not be found after hours of the first runs.
-    name = [load_run_file(options.file, overrides=settings) for settings in runs][0].run.name
+    files = [load_run_file(options.file, overrides=settings) for settings in runs]
+    name = files[0].run.name
     rows: list[SweepRow] = []
     codes: set[int] = set()
     for number, settings in enumerate(runs, start=1):
@@ -59,9 +60,7 @@ def sweep(options: argparse.Namespace, stop: threading.Event) -> int:
             rows.append(read_row(one.dir, " ".join(settings), failure))
     if rows:
         print(format_rows(rows))
-        out = (options.dir or default_folder(load_run_file(options.file, overrides=runs[0]))).with_name(
-            f"{name}-sweep.json"
-        )
+        out = (options.dir or default_folder(files[0])).with_name(f"{name}-sweep.json")
         write_bytes_atomically(
             out, json.dumps([asdict(row) for row in rows], indent=1).encode(), durable=False
         )
