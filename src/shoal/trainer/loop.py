@@ -341,6 +341,7 @@ class _TrainerRun:
 
     def _begin(self) -> None:
         """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
+        self._lockstep.check_beginning(self._newest_published())
         self._lockstep.warm_up(self._tasks(), load_tokenizer(self._model_folder))
         self._create_sites()
         self._lockstep.set_reference(self._reference_path)
@@ -439,11 +440,7 @@ class _TrainerRun:
         return [] if self._config.supervised_steps else self._lockstep.adapters
 
     def _publish(
-        self,
-        version: int,
-        report: StepReport,
-        adapters: list[AdapterMatrices],
-        changes: list[ChangedWords],
+        self, version: int, report: StepReport, adapters: list[AdapterMatrices], changes: list[ChangedWords]
     ) -> None:
         """Publishes and announces a version and writes the step to the metrics. Runs in the background."""
         started_s = time.monotonic()
