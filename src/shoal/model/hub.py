@@ -53,7 +53,8 @@ def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
         done = hub.upload_folder(folder_path=str(folder), repo_id=repo, commit_message=message)
     except Exception as error:
         raise ValueError(
-            f"{folder} was not pushed to {repo}: {_reason(error)}; log in with `hf auth login` or set HF_TOKEN to a token that may write"
+            f"nothing was pushed to {repo}: {_reason(error)}; check the connection, and log in with `hf auth login` or set HF_TOKEN to a "
+            "token that may write"
         ) from error
     return str(getattr(done, "commit_url", "") or repo)
 

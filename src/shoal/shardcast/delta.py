@@ -4,8 +4,8 @@
     new words  3f80 3f82 bbff 3f80        steps  2 1     zigzag of the difference of the bit patterns: +1, -1
 
 A training step changes a bfloat16 weight by one unit in the last place, if at all, so both streams are small numbers:
-varints, compressed by zstd. Our own format instead of a general differ (zstd patch-from, bsdiff), because for bfloat16
-weights it is 88 to 241 times smaller than the file, and they do not come near. It knows nothing about tensors: any two
+varints, compressed by zstd. The format is our own because for bfloat16 weights it is 88 to 241 times smaller than the file;
+general tools (zstd patch-from, bsdiff) stay far from that. It knows nothing about tensors: any two
 files of equal size work. docs/wire/delta.md has the format byte by byte.
 
 Files are read, changed, hashed and written one chunk at a time, so memory use does not depend on their size, and a chain

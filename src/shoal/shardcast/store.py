@@ -141,7 +141,7 @@ class VersionStore:
         self.folder, self.run, self.run_key = folder, run, run_key
         self.keep_versions, self._max_bytes = keep_versions, max_bytes
         self.changed = ChangeNotifier()
-        # Lock order: the notifier's lock, then this one, because conditions read the store. Never notify with it held.
+        # Lock order: the notifier's lock, then this one, because conditions read the store. A thread that notified while it holds this one would deadlock.
         self._lock = threading.Lock()
         self._versions: dict[int, StoredVersion] = {}
         self._begin_lock = threading.Lock()  # two upstreams may announce the same version
