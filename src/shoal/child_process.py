@@ -254,7 +254,7 @@ class ChildProcess:
     def _died(self, child: subprocess.Popen[bytes]) -> ChildDied:
         try:
             status = child.wait(5.0)
-        except subprocess.TimeoutExpired:  # it closed its pipe and went on
+        except subprocess.TimeoutExpired:  # the child closed its pipe and continued
             child.kill()
             status = child.wait()
         self._read_last_words(child)

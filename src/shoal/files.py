@@ -212,7 +212,7 @@ def free_data_bytes() -> int | None:
 def free_cgroup_bytes(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Returns what the memory limits of this process's control groups leave, as of a container; None without such a limit.
+    """Returns what the memory limits of this process's control groups leave, for example those of a container; None without such a limit.
 
     /proc/meminfo is that of the whole machine. Files in the page cache count as free: the kernel drops them.
     """
@@ -224,7 +224,7 @@ def free_cgroup_bytes(
     for _, controllers, path in (line for line in lines if len(line) == 3):
         names = ("memory.max", "memory.current", "inactive_file")
         folder = root
-        if controllers:  # version 1
+        if controllers:  # a line of version 1 of control groups
             if "memory" not in controllers.split(","):
                 continue
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -251,7 +251,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = ("can't allocate memory", "out of memory", "Cannot allocate memory")
     return (
         isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # torch's own, for GPUs
+        or type(error).__name__ == "OutOfMemoryError"  # torch's error for GPUs
         or (isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words))
     )
 
@@ -263,7 +263,7 @@ def folder_bytes(folder: Path) -> int:
         for name in names:
             try:
                 found = os.lstat(os.path.join(root, name))
-            except FileNotFoundError:  # deleted meanwhile
+            except FileNotFoundError:  # the file was deleted meanwhile
                 continue
             sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
     return sum(sizes.values())

@@ -102,13 +102,9 @@ def landlock_version() -> tuple[int, str]:
     version = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 0:
         number = ctypes.get_errno()
-        disabled = number == errno.EOPNOTSUPP
-        return (
-            0,
-            "Landlock was disabled at boot"
-            if disabled
-            else f"this kernel has no Landlock ({os.strerror(number)})",
-        )
+        if number == errno.EOPNOTSUPP:
+            return 0, "Landlock was disabled at boot"
+        return 0, f"this kernel has no Landlock ({os.strerror(number)})"
     if version < MIN_VERSION:
         return version, f"this Linux has Landlock {version}, files need {MIN_VERSION} (Linux 5.19)"
     return version, ""
@@ -203,7 +199,7 @@ def main(rules: str, command: list[str]) -> None:
     parent = os.getppid()
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the signal was asked for
+        if os.getppid() != parent:  # the parent ended before the signal was requested
             sys.exit(1)
         drop_capabilities()
     confine(**json.loads(rules))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.cli.run.overrides import (
     apply_overrides,
     combinations,
@@ -83,6 +84,16 @@ def test_a_sweep_has_a_run_for_each_combination() -> None:
     runs = combinations(["trainer.seed=1,2", "trainer.loss=grpo,gspo", "run.max_lag=0"])
     assert len(runs) == 4
     assert runs[1] == ("trainer.seed=1", 'trainer.loss="gspo"', "run.max_lag=0")
+
+
+def test_a_mistake_in_a_later_value_is_found_before_the_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", str(DEMO), "--dry-run", "--dir", str(tmp_path / "runs")]
+    assert main([*words, "--set", "trainer.learning_rate=1e-3,abc"]) == 2
+    said = capsys.readouterr()
+    assert "trainer.learning_rate" in said.err and "'abc'" in said.err
+    assert "run 1 of 2" not in said.out
 
 
 def test_each_run_of_a_sweep_has_its_own_name_and_folder(tmp_path: Path) -> None:

@@ -75,6 +75,15 @@ def test_a_model_is_pushed_and_taken_by_its_name(tmp_path: Path) -> None:
     assert "own.toml: good" in done.stdout and "disk of all processes" in done.stdout
 
 
+def test_a_push_without_a_connection_names_the_repository_and_what_to_check(tmp_path: Path) -> None:
+    create_model("tiny", tmp_path / "tiny", seed=0)
+    nobody = HubServer()
+    nobody.url = "http://127.0.0.1:9"
+    done = shoal(nobody, tmp_path, "push", "tiny", "lab/small")
+    assert done.returncode == 2 and "nothing was pushed to lab/small" in done.stderr, done.stderr
+    assert "check the connection, and log in" in done.stderr and str(tmp_path) not in done.stderr
+
+
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("Qwen/Qwen3-0.6B@main")

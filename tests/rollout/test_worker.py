@@ -241,7 +241,7 @@ def test_a_machine_that_is_too_slow_for_the_leases_gets_longer_ones(tmp_path: Pa
 
     class Slow(Behaviour):
         def engine(self, engine: Engine) -> Engine:
-            return cast(Engine, SlowEngine(engine, load_s=2.0, step_s=0.2))
+            return cast("Engine", SlowEngine(engine, load_s=2.0, step_s=0.2))
 
     def work() -> None:
         with pytest.raises(Stopped):

@@ -76,5 +76,7 @@ def test_invalid_options_are_errors_that_name_the_task(options: dict[str, int | 
 
 
 def test_an_unknown_task_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown task 'own\.py'; write own\.py:CLASS, with the class"):
+        make_task(TaskSpec(name="own.py"))
     with pytest.raises(ValueError, match=r"unknown task 'chess'; known: add, count, "):
         make_task(TaskSpec(name="chess"))

@@ -190,6 +190,9 @@ def test_a_site_whose_newest_checkpoint_is_damaged_repeats_no_update(
         pytest.raises(ValueError, match="merges with other sites cannot be made again"),
     ):
         run_trainer(config, replace(site, coordinator_url=coordinator.url), stop=threading.Event())
+    shutil.rmtree(folder / "checkpoints")
+    with coordinator.serving(), pytest.raises(ValueError, match="version 2 is published, but no checkpoint"):
+        run_trainer(config, replace(site, coordinator_url=coordinator.url), stop=threading.Event())
 
 
 def damage_newest(folder: Path) -> None:

@@ -168,7 +168,7 @@ def squared_norm(values_N: Vector) -> float:
         block_N = values_N[at : at + _BLOCK]
         with np.errstate(all="ignore"):
             square = float(np.dot(block_N, block_N))
-        if not 1e-20 < square < 1e30:  # float32 may have lost small squares or overflowed
+        if not 1e-20 < square < 1e30:  # in float32, small squares may have become 0 and large ones infinite
             square = float(np.dot(block_N.astype(np.float64), block_N.astype(np.float64)))
         squares += square
     return squares

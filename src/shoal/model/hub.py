@@ -27,7 +27,7 @@ def is_hub_name(model: str) -> bool:
 
 @functools.lru_cache(maxsize=4)  # a command asks several times, and a branch may move meanwhile
 def hub_folder(model: str) -> Path:
-    """Returns a folder with the model, downloaded now or earlier. Raises ValueError with the remedy if it cannot be had."""
+    """Returns a folder with the model, downloaded now or earlier. Raises ValueError with the remedy if it cannot be downloaded."""
     match = _NAME.fullmatch(model)
     assert match is not None, model
     hub = import_hub(f'model = "{model}"')
@@ -53,7 +53,8 @@ def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
         done = hub.upload_folder(folder_path=str(folder), repo_id=repo, commit_message=message)
     except Exception as error:
         raise ValueError(
-            f"{folder} was not pushed to {repo}: {_reason(error)}; log in with `hf auth login` or set HF_TOKEN to a token that may write"
+            f"nothing was pushed to {repo}: {_reason(error)}; check the connection, and log in with `hf auth login` or set HF_TOKEN to a "
+            "token that may write"
         ) from error
     return str(getattr(done, "commit_url", "") or repo)
 

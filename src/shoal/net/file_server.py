@@ -141,7 +141,7 @@ class RequestParser:
             raise NotHttp(status, f"not an HTTP/1.1 request: {error}"[:200]) from None
         if event.http_version not in (b"1.0", b"1.1") or not event.target.startswith(b"/"):
             raise NotHttp(400, f"expected HTTP/1.1 and a path, got {event.target[:80]!r}")
-        self._unparsed = self._h11.trailing_data[0]  # what the client sent of its next request
+        self._unparsed = self._h11.trailing_data[0]  # what the client has already sent of its next request
         # h11 limits incomplete heads only; the last read may have completed one that is too large.
         if self._num_fed - len(self._unparsed) > MAX_HEAD_BYTES:
             raise NotHttp(431, f"the head of the request exceeds {MAX_HEAD_BYTES} bytes")
@@ -441,7 +441,8 @@ def _begin_without_bbr(listening: socket.socket) -> bytes | None:
 
     BBR sends by a timer for every 64 KB, which costs near clients a third more CPU, and a connection keeps the timer after a change.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not TCP, or a system without this option
+    # Suppressed: the socket is not TCP, or the system lacks this option.
+    with contextlib.suppress(OSError, AttributeError):
         usual = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
         if usual.startswith(b"bbr"):
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

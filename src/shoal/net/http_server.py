@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_open_files(wanted: int, log: Log) -> None:
-    """Raises the limit of open files, of which many systems allow only 1024. A connection is one, and another if it gets a file."""
+    """Raises the limit of open files, of which many systems allow only 1024. Each connection needs one, and a second one while a file is sent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -171,7 +171,7 @@ class _DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().remove_reader(sock)
         await asyncio.sleep(0.01)
         await super().shutdown(sockets)
-        # uvicorn leaves those whose client does not read, and those that were accepted while it shut down.
+        # uvicorn leaves connections open whose client does not read, and those that were accepted while it shut down.
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()

@@ -164,9 +164,8 @@ class S3Store:
                 "check endpoint, bucket and credentials"
             ) from None
         finally:
-            with contextlib.suppress(
-                StoreDown
-            ):  # the cleanup of objects that were never submitted deletes it later
+            # If this fails, the cleanup of objects that were never submitted deletes it later.
+            with contextlib.suppress(StoreDown):
                 self.delete(probe.token)
 
     def _probe(self, probe: Declared, data: bytes, other: bytes) -> list[str]:

@@ -4,8 +4,8 @@
     new words  3f80 3f82 bbff 3f80        steps  2 1     zigzag of the difference of the bit patterns: +1, -1
 
 A training step changes a bfloat16 weight by one unit in the last place, if at all, so both streams are small numbers:
-varints, compressed by zstd. Our own format instead of a general differ (zstd patch-from, bsdiff), because for bfloat16
-weights it is 88 to 241 times smaller than the file, and they do not come near. It knows nothing about tensors: any two
+varints, compressed by zstd. The format is our own because for bfloat16 weights it is 88 to 241 times smaller than the file;
+general tools (zstd patch-from, bsdiff) stay far from that. It knows nothing about tensors: any two
 files of equal size work. docs/wire/delta.md has the format byte by byte.
 
 Files are read, changed, hashed and written one chunk at a time, so memory use does not depend on their size, and a chain
@@ -148,9 +148,8 @@ def _in_threads(jobs: Iterable[Callable[[R], T]], readers: Sequence[R]) -> Gener
     unused, running = deque(readers), deque[Future[T]]()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
         for job in jobs:
-            if len(running) == len(
-                readers
-            ):  # otherwise the next job would overwrite a buffer that is still in use
+            # Otherwise the next job would overwrite a buffer that is still in use.
+            if len(running) == len(readers):
                 yield running.popleft().result()
             unused.rotate(-1)
             running.append(threads.submit(job, unused[-1]))
@@ -308,7 +307,8 @@ def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int
         return stream
     low = (stream & 0x7F).astype(np.int32)
     numbers = low.copy()
-    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])  # value << 7 | previous byte, where that continues
+    # value << 7 | previous byte, where the previous byte continues
+    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])
     third = more[1:-1] & more[:-2]
     if third.any():
         if (third[1:] & more[:-3]).any():

@@ -141,7 +141,7 @@ class VersionStore:
         self.folder, self.run, self.run_key = folder, run, run_key
         self.keep_versions, self._max_bytes = keep_versions, max_bytes
         self.changed = ChangeNotifier()
-        # Lock order: the notifier's lock, then this one, because conditions read the store. Never notify with it held.
+        # Lock order: the notifier's lock, then this one, because conditions read the store. A thread that notified while it holds this one would deadlock.
         self._lock = threading.Lock()
         self._versions: dict[int, StoredVersion] = {}
         self._begin_lock = threading.Lock()  # two upstreams may announce the same version
@@ -284,7 +284,7 @@ class VersionStore:
                 shutil.rmtree(path)  # a power cut came before the manifest was on the disk
                 continue
             if sealed is None:
-                continue  # it is being published
+                continue  # the publisher writes the manifest last, so this version is still being published
             try:
                 manifest = self._check(sealed)
             except Rejected as rejected:

@@ -165,6 +165,8 @@ def find_task(name: str, digest: str = "") -> Factory:
         known = sorted(TASKS.keys() | found.names)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {close[0]}?" if close else ""
+        if name.endswith(".py"):
+            hint = f" write {name}:CLASS, with the class or function in that file;"
         raise ValueError(f"unknown task {name!r};{hint} known: {', '.join(known)}")
     try:
         factory: Factory = found[name].load()

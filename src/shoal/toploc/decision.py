@@ -68,8 +68,8 @@ class TokenBlock:
     """Mean |claimed - recomputed| log-prob."""
     draw_root: float
     """Mean square root of the distance between the uniform random number and its token's interval of the cumulative
-    distribution; 0 inside. The root, because single honest draws are far off: it takes the tail of an answer of two tokens from
-    22 standard deviations to 6."""
+    distribution; 0 inside. The root is used because single honest draws are far off: with it, the tail of an answer of two tokens is
+    at 6 standard deviations instead of 22."""
 
 
 Unit = SegmentCheck | TokenBlock

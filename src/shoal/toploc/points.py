@@ -49,7 +49,7 @@ def compare_points(rank_SK: Tensor) -> Iterator[Tensor]:
 def usable_controls(control_SC: Tensor, last_S1: Tensor, valid_SC: Tensor | None = None) -> Tensor:
     """Selects up to MAX_CONTROLS control points per segment, of at most half the smallest top-k magnitude `last_S1`.
 
-    Half, because the prover's hardware may order near-equal values differently, but never by a factor of two.
+    Values up to half are safe: the prover's hardware may order near-equal values differently, but never by a factor of two.
     """
     # One exponent step is a factor of two, and bit patterns without the sign are ordered like magnitudes.
     usable_SC = (control_SC & 0x7FFF) <= last_S1.clamp(min=0x80) - 0x80

@@ -50,7 +50,7 @@ than half of a short segment's."""
 
 
 class SegmentCheck(NamedTuple):
-    """The statistics of one segment. A tuple, because a check of 64 rows creates 2,048 of them while a device waits.
+    """The statistics of one segment. A tuple is created fast: a check of 64 rows creates 2,048 of them while a device waits.
 
     The published statistics are the exponents that differ among the top-k and, over those that agree, the mean and (upper)
     median of |mantissa - mantissa|, in units of 2^-7.

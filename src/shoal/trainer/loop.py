@@ -344,6 +344,7 @@ class _TrainerRun:
 
     def _begin(self) -> None:
         """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
+        self._lockstep.check_beginning(self._newest_published())
         data = self._site.folder / "data"
         digests = run_digests(self._spec, to_grade=False)
         fetch_files(self._client, digests, data, deadline_s=self._site.deadline_s)
@@ -366,9 +367,7 @@ class _TrainerRun:
         """
         learner = self._lockstep.learner
         first = learner.version
-        # Versions that others may have: announced, or served by the process before.
-        known = (_fetch_info(self._client, self._site).newest_version, self._publisher.newest)
-        published = max((version for version in known if version is not None), default=-1)
+        published = self._newest_published()
         if self._sites is not None and learner.version < published:
             self._lockstep.skip_to(published, is_here=self._publisher.open_version(published))
             report = None
@@ -393,6 +392,11 @@ class _TrainerRun:
         if report is not None:
             self._recorder.record(report)
         self._announced = version
+
+    def _newest_published(self) -> int:
+        """Returns the newest version that others may have: announced, or served by the process before. -1 if there is none."""
+        known = (_fetch_info(self._client, self._site).newest_version, self._publisher.newest)
+        return max((version for version in known if version is not None), default=-1)
 
     def _compare_with_published(self) -> int:
         """Takes over the published weights where the learner's differ; returns the number of words that did."""
@@ -436,11 +440,7 @@ class _TrainerRun:
         return [] if self._config.supervised_steps else self._lockstep.adapters
 
     def _publish(
-        self,
-        version: int,
-        report: StepReport,
-        adapters: list[AdapterMatrices],
-        changes: list[ChangedWords],
+        self, version: int, report: StepReport, adapters: list[AdapterMatrices], changes: list[ChangedWords]
     ) -> None:
         """Publishes and announces a version and writes the step to the metrics. Runs in the background."""
         started_s = time.monotonic()

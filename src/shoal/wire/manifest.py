@@ -111,7 +111,7 @@ class FileEntry(Record):
         if self.codec == "delta":
             return (delta,)
         whole = FileEntry(**self.model_dump(exclude={"delta"}))
-        return (delta, whole)  # the delta first: most clients have the base
+        return (delta, whole)  # most clients have the base, so the delta comes first
 
 
 class Manifest(Sealable):

@@ -53,7 +53,7 @@ class Info(Record):
     """Clients older than this are outdated."""
     entry_points: tuple[Url, ...] = ()
     """Other URLs of the same run."""
-    noise_doubt: NoiseDoubt | None = None  # the trainer then repeats the calibration
+    noise_doubt: NoiseDoubt | None = None  # if set, the trainer repeats the calibration
 
 
 class RunView(Offer):
@@ -67,7 +67,7 @@ class RunView(Offer):
     admission: str
     live_workers: int
     entry_points: tuple[Url, ...]
-    relays: tuple[Url, ...]  # the live ones
+    relays: tuple[Url, ...]  # only live relays
 
 
 class RunList(Record):
@@ -237,7 +237,7 @@ class Claim(Record):
     """Relays that serve the version now; those of the lease may have gone offline."""
     origin: str = ""
     """Where the trainer serves its versions now, for when no relay delivers."""
-    calibrations: Count = 0  # that were repeated; a validator that knows fewer asks for the terms again
+    calibrations: Count = 0  # repeated so far; a validator that knows fewer asks for the terms again
 
 
 class RelayReport(Record):

@@ -38,7 +38,8 @@ class SweepRow:
 def sweep(options: argparse.Namespace, stop: threading.Event) -> int:
     """Runs every combination, prints a table and writes it as JSON. The exit code is 0 if every run ended as its file expects."""
     runs = combinations(options.set)
-    file = load_run_file(options.file, overrides=runs[0])
+    # All of them now: a mistake in the last value must not be found after hours of the first runs.
+    file, *_ = [load_run_file(options.file, overrides=settings) for settings in runs]
     rows: list[SweepRow] = []
     codes: set[int] = set()
     for number, settings in enumerate(runs, start=1):

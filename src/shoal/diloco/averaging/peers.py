@@ -105,13 +105,14 @@ class PeerAverager:
     def join(self, *, deadline_s: float, lengths: tuple[int, ...] | None = None) -> FetchedState | None:
         self._model_lengths = lengths
         once_s = min(START_S, deadline_s)
-        wait_for(
-            "the swarm",
-            lambda: self._try_to_start(once_s),
-            deadline_s=deadline_s,
-            log=self._log,
-            stop=self._stop,
-        )
+
+        def attempt() -> None:
+            try:
+                self._call(self._start(), once_s, "the swarm's directory")
+            except StreamBroken as broken:
+                raise NotYet(f"{broken}; check --join, and that a peer is running there") from None
+
+        wait_for("the swarm", attempt, deadline_s=deadline_s, log=self._log, stop=self._stop)
         cards = self._call(self._discovery.greet_as_newcomer(), deadline_s, "the other peers' cards")
         if not newest_cards(cards, self._served.version, at_least=self._at_least):
             return None
@@ -178,12 +179,6 @@ class PeerAverager:
                     future.cancel()
                     raise RoundFailed(f"timed out after {deadline_s:.0f} s waiting for {what}") from None
 
-    def _try_to_start(self, deadline_s: float) -> None:
-        try:
-            self._call(self._start(), deadline_s, "the swarm's directory")
-        except StreamBroken as broken:
-            raise NotYet(f"{broken}; check --join, and that a peer is running there") from None
-
     # -- joining and leaving --------------------------------------------------------------------------------
 
     async def _start(self) -> None:
@@ -224,7 +219,7 @@ class PeerAverager:
             self._announcer.cancel()
             self._leader.stop()
             await self._discovery.say_goodbye()
-        # Also after an interrupted start, which may have left a daemon and tasks behind.
+        # An interrupted start may have left a daemon and tasks behind, so the mesh is stopped after it too.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:

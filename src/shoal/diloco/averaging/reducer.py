@@ -273,7 +273,7 @@ class Reducer:
             self._mesh.mark_broken(owner)
             raise RoundFailed(f"{owner} disconnected: {broken}") from None
         finally:
-            stream.close()  # before the await below: if the task is cancelled there, nothing after it runs
+            stream.close()  # before the await below, because nothing after it runs if the task is cancelled there
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)

@@ -75,7 +75,6 @@ class HivemindMesh:
         self.num_direct = 0
         """Direct links opened so far."""
         self.addresses: tuple[str, ...] = ()
-        """Addresses that others can join by."""
 
     async def start(self, handler: Handler) -> None:
         from hivemind.dht.node import DHTNode

@@ -160,7 +160,8 @@ class LocalMesh:
 
         def finish(task: "asyncio.Task[None]") -> None:
             self._tasks.discard(task)
-            if not taken.is_set():  # cancelled before it began, so `serve` could not close the socket
+            # The task may have been cancelled before it began; then `serve` could not close the socket.
+            if not taken.is_set():
                 end.close()
 
         try:

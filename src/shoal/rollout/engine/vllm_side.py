@@ -81,7 +81,7 @@ class RowStore:
     def store(
         self, lines_R: Tensor, counts_R: Tensor, states_RH: Tensor, logprobs_R: Tensor, longest: int
     ) -> None:
-        """Stores what a step gave. `counts_R`: tokens that each row had before the step, `longest` at most."""
+        """Stores the states and log-probs of one step. `counts_R`: tokens that each row had before the step, `longest` at most."""
         num_lines, kept = len(self._num_folded_L), self.prover.size.kept
         self._ring_LAH = _grown(
             self._ring_LAH, (num_lines, kept, states_RH.shape[1]), torch.bfloat16, states_RH

@@ -101,7 +101,7 @@ class Download:
         self._progress_s = 0.0  # when the last shard or the last PROGRESS_BYTES of one arrived
         self._unproven_bytes = 0  # bytes since then
         self._at_relays: dict[tuple[str, str], int] = {}  # bytes of a file that a relay said it has received
-        self._claimed_bytes = 0  # by how much those numbers have grown
+        self._claimed_bytes = 0  # how much those numbers have grown in all
         self._window_s, self._window_bytes = 0.0, 0  # what relays delivered lately, without the last source
         self._asks_last = False
         self._threads: list[threading.Thread] = []
@@ -362,15 +362,12 @@ class Download:
         self._assembly.count_received(name, num_bytes)
         self._unproven_bytes += num_bytes
         if self._unproven_bytes >= PROGRESS_BYTES:
-            self._note_progress()
-
-    def _note_progress(self) -> None:
-        self._progress_s, self._unproven_bytes = time.monotonic(), 0
+            self._progress_s, self._unproven_bytes = time.monotonic(), 0
 
     def _count_delivery(self, request: _ShardRequest, shard: Shard, took_s: float) -> None:
         with self._work:
             request.shards.popleft()
-            self._note_progress()
+            self._progress_s, self._unproven_bytes = time.monotonic(), 0
             request.started_s, request.num_bytes = self._progress_s, 0
             if self._over:
                 return

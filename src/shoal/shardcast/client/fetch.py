@@ -112,7 +112,7 @@ def fetch_version(  # noqa: PLR0913 - what a fetch needs, by name
 
     what = f"disk space for version {body.version}"
     partial = wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
-    if final.exists():  # the same version number with other files
+    if final.exists():  # an earlier download of this version number had other files
         shutil.rmtree(final)
     partial.rename(final)
     return final
@@ -300,7 +300,7 @@ class Fetch:
         """Builds one file and gives it its name if its digest is right; otherwise the plan is not used again."""
         entry = self._manifest.file(plan.name)
         if plan.start == self._manifest.version and not plan.deltas:
-            return  # it was downloaded to its place
+            return  # the file was downloaded under its own name
         made = self.partial / f".{plan.name}.made"
         made.unlink(missing_ok=True)
         try:

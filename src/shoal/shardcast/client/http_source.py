@@ -105,9 +105,8 @@ class Connections:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RelayFailed(f"{type(error).__name__}: {error}") from None
         finally:
-            if (
-                not reusable and server in self._open
-            ):  # the rest of its body would be read as the next response
+            # The rest of its body would be read as the next response.
+            if not reusable and server in self._open:
                 self._open.pop(server).close()
 
     def _send(
@@ -207,7 +206,7 @@ def _socket_reader(
     response: http.client.HTTPResponse, sock: socket.socket, cancelled: Callable[[], bool]
 ) -> ReadInto:
     """Returns a reader that lets the kernel fill the memory with one call, instead of waking up for each packet."""
-    num_buffered = len(response.fp.peek())  # what arrived together with the head
+    num_buffered = len(response.fp.peek())  # bytes of the body that arrived together with the head
     # Without a Python timeout, because with one the socket is non-blocking and MSG_WAITALL has no effect.
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_EVERY)

@@ -136,7 +136,7 @@ class VerifiedRange:
             raise Rejected(
                 "request.not_found", f"version {self._stored.sealed.body.version} has just been deleted here"
             ) from None
-        if self._stored.assembly.complete:  # an arriving file is in memory anyway
+        if self._stored.assembly.complete:  # the bytes of an arriving file are still in the page cache
             # Reads ahead, so that sendfile does not block the event loop on a slow disk.
             os.posix_fadvise(fd, self.start, self.stop - self.start, os.POSIX_FADV_WILLNEED)
         return fd

@@ -24,12 +24,7 @@ from shoal.wire.keys import Key
 from shoal.wire.messages import Info, Origin, RelayReport
 from shoal.wire.record import Record, Sealed, Url
 
-_WRONG_KEY_CODES = (
-    "request.unknown_key",
-    "request.not_allowed",
-    "request.revoked",
-    "request.bad_signature",
-)
+_WRONG_KEY_CODES = ("request.unknown_key", "request.not_allowed", "request.revoked", "request.bad_signature")
 REPORT_EVERY_S = 5.0
 
 
@@ -117,7 +112,7 @@ class Relay:
             self._report()  # before the mirror asks for a ticket, which only a known relay gets
         self._mirror = Mirror(
             self.store,
-            self._upstreams(),
+            [_fixed_url(url) for url in config.upstreams] or [self._origin_url],
             log=self._log,
             stop=self._stop,
             on_complete=lambda version: self._report_now.set(),
@@ -155,23 +150,14 @@ class Relay:
         """Returns the run's name, its key, and how many versions to keep."""
         run, run_key, keep_versions = self.config.run, self.config.run_key, self.config.keep_versions
         if self._client is not None and not (run and run_key):
+            deadline_s = self.config.deadline_s
             info = self._client.call_until(
-                "the coordinator",
-                "GET",
-                "/v1/info",
-                None,
-                Info,
-                deadline_s=self.config.deadline_s,
+                "the coordinator", "GET", "/v1/info", None, Info, deadline_s=deadline_s
             )
             run, run_key = run or info.spec.run, run_key or info.run_key
             keep_versions = keep_versions or info.spec.keep_versions
         assert run and run_key, "RelayConfig requires a coordinator or both"
         return run, run_key, keep_versions or KEEP_VERSIONS
-
-    def _upstreams(self) -> list[UpstreamUrl]:
-        if self.config.upstreams:
-            return [_fixed_url(url) for url in self.config.upstreams]
-        return [self._origin_url]
 
     def _origin_url(self) -> str:
         assert self._client is not None, "RelayConfig requires upstreams without a coordinator"
@@ -203,9 +189,8 @@ class Relay:
             self._accepted = True
         except (Unreachable, Refused) as error:
             if isinstance(error, Refused) and error.code in _WRONG_KEY_CODES and not self._accepted:
-                self._refused = (
-                    error  # only another key helps: without reports no client learns of this relay
-                )
+                # Only another key helps: without reports no client learns of this relay.
+                self._refused = error
             elif not self._stop.is_set():
                 self._log.warning(f"report to the coordinator failed, will retry: {error}")
 

@@ -35,7 +35,7 @@ def with_hub_files(spec: TaskSpec) -> TaskSpec:
 # A command may ask several times, and the hub's newest revision may change meanwhile.
 @functools.lru_cache(maxsize=16)
 def hub_file(address: str) -> Path:
-    """Returns a JSON Lines file with the rows of an `hf:` address. Raises ValueError with the remedy if they cannot be had."""
+    """Returns a JSON Lines file with the rows of an `hf:` address. Raises ValueError with the remedy if they cannot be loaded."""
     name, settings = _parse(address)
     rows = _load(address, name, settings)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

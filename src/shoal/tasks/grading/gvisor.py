@@ -1,6 +1,6 @@
 """The container in which gVisor (`runsc`) runs the fork server of sandbox_child.py.
 
-gVisor answers the system calls of its processes with a kernel of its own, so a bug of the machine's kernel is out of their reach. The
+gVisor answers the system calls of its processes with a kernel of its own, so they cannot use a bug of the machine's kernel. The
 container sees what the level bubblewrap sees: Python's library and the sandbox's code, read-only, and no network.
 """
 

@@ -139,6 +139,14 @@ class Lockstep:
         with self._command(Lockstep._follow_step, replace(batch, samples=()), BatchTensors.of(batch)):
             return self.learner.step(batch, self._stop)
 
+    def check_beginning(self, published: int) -> None:
+        """Raises ValueError if a site of several would begin again although it has published versions: its merges are lost."""
+        if self._config.diloco is not None and published >= 0:
+            raise ValueError(
+                f"version {published} is published, but no checkpoint is intact, and merges with other sites cannot be made again; restore "
+                "a checkpoint, or start this site as a new run in another folder: it takes over the other sites' state"
+            )
+
     def skip_to(self, version: int, *, is_here: bool) -> None:
         """Sets the version without training; the caller takes over its published weights.
 

@@ -41,9 +41,14 @@ def _change_node(tx: Transaction, coordinator: Coordinator, order: AdminOrder, *
     return seq
 
 
-def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder, *, paused: bool) -> int:
-    tx.write(update(run).values(paused=int(paused)))
-    return tx.record("admin.pause" if paused else "admin.resume", reason=order.reason)
+def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
+    tx.write(update(run).values(paused=1))
+    return tx.record("admin.pause", reason=order.reason)
+
+
+def _resume(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
+    tx.write(update(run).values(paused=0))
+    return tx.record("admin.resume", reason=order.reason)
 
 
 def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
@@ -85,8 +90,8 @@ _ACTIONS: dict[str, Action] = {
     "quarantine": partial(_change_node, event=TrustEvent.QUARANTINE),
     "ban": partial(_change_node, event=TrustEvent.BAN),
     "restore": partial(_change_node, event=TrustEvent.RESTORE),
-    "pause": partial(_pause, paused=True),
-    "resume": partial(_pause, paused=False),
+    "pause": _pause,
+    "resume": _resume,
     "void": _void_lease,
     "invite": _invite,
     "allow": _allow,
