@@ -69,14 +69,12 @@ def evaluate_everywhere(
     coefficients_SK: npt.NDArray[np.uint16], x_N: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint16]:
     """Returns [S, N] values of every polynomial at the same points, which are below PRIME."""
-    power_N = np.ones(len(x_N), dtype=np.uint32)
-    scratch_N = np.empty_like(power_N)
-    powers_KN = np.empty((coefficients_SK.shape[1], len(x_N)))
-    for powers_N in powers_KN:
-        powers_N[:] = power_N
-        power_N *= x_N.astype(np.uint32)
-        _reduce(power_N, scratch_N)
-    return _reduce_floats(coefficients_SK.astype(np.float64) @ powers_KN).astype(np.uint16)
+    powers_KN = np.empty((coefficients_SK.shape[1], len(x_N)), dtype=np.uint32)
+    powers_KN[0] = x_N
+    _fill_powers(powers_KN, np.empty_like(powers_KN))
+    factors_KN = np.ones(powers_KN.shape)  # x^0 first
+    factors_KN[1:] = powers_KN[:-1]
+    return _reduce_floats(coefficients_SK.astype(np.float64) @ factors_KN).astype(np.uint16)
 
 
 class _Powers:
@@ -94,12 +92,7 @@ class _Powers:
         self._num = len(x_SN)
         powers_SLN, scratch_SLN = self._powers_SLN[: self._num], self._scratch_SLN[: self._num]
         powers_SLN[:, 0] = x_SN
-        have = 1
-        while have < BLOCK:
-            new = powers_SLN[:, have : 2 * have]
-            np.multiply(powers_SLN[:, :have], powers_SLN[:, have - 1 : have], out=new)
-            _reduce(new, scratch_SLN[:, :have])
-            have *= 2
+        _fill_powers(powers_SLN, scratch_SLN)
         # Shifted by one, with x^0 first: the factors of a block's coefficients.
         self._floats_SLN[: self._num, 0] = 1
         self._floats_SLN[: self._num, 1:] = powers_SLN[:, :-1]
@@ -148,6 +141,17 @@ def _master(x_SK: Residues) -> Residues:
         # Neither buffer has been written beyond its own degree, so the next coefficient is still 0.
         result_KS, product_KS = product_KS, result_KS
     return np.ascontiguousarray(result_KS[1:].T)
+
+
+def _fill_powers(powers: Residues, scratch: Residues) -> None:
+    """Fills the last axis but one with x^1, x^2, ... of the x at its first place. Each step doubles how many there are."""
+    have, length = 1, powers.shape[-2]
+    while have < length:
+        new = powers[..., have : 2 * have, :]
+        count = new.shape[-2]
+        np.multiply(powers[..., :count, :], powers[..., have - 1 : have, :], out=new)
+        _reduce(new, scratch[..., :count, :])
+        have *= 2
 
 
 def _reduce(values: Residues, scratch: Residues) -> None:

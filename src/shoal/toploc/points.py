@@ -21,9 +21,10 @@ def best_points(claimed_SW: Tensor, true_SW: Tensor, is_point_SW: Tensor, last_S
     """
     differ_SW = claimed_SW ^ true_SW
     rank_SW = ((claimed_SW & 0x7F) - (true_SW & 0x7F)).abs()
-    rank_SW += WRONG_SIGN * (differ_SW >= 0x8000)
-    rank_SW += WRONG_EXPONENT * ((differ_SW & 0x7F80) != 0)
-    rank_SW += AT_LAST_PLACE * ((true_SW & 0x7FFF) == last_S1)
+    # A flag times a whole number would be int64, which is slower.
+    rank_SW += (differ_SW >= 0x8000).int() * WRONG_SIGN
+    rank_SW += ((differ_SW & 0x7F80) != 0).int() * WRONG_EXPONENT
+    rank_SW += ((true_SW & 0x7FFF) == last_S1).int() * AT_LAST_PLACE
     return rank_SW.masked_fill(~is_point_SW, NO_POINT).sort(dim=1).values
 
 
