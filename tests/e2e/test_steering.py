@@ -20,7 +20,7 @@ from shoal.wire.messages import LeaseStatus
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Enter = Callable[..., Liar]
-FAR, NEAR = 0.3, 0.003
+FAR, NEAR = 0.3, 0.0015
 """Distances from the random number. FAR is refused in the smallest lease, of 16 rows. NEAR is within what honest work of another machine may be off in a single submission."""
 LIFE = 60
 """Submissions within which NEAR is convicted. Scores of 4 and more convict after 18; `void.uncertain` counts less than those."""
