@@ -186,6 +186,27 @@ def test_after_a_crash_the_same_lease_is_worked_on_again(ready: SmallRun, tmp_pa
     assert ready.events("submission.received")[0].body["lease_id"] == issued.body["lease_id"]
 
 
+def work_until_a_submission(run: SmallRun, tmp_path: Path, behaviour: Behaviour) -> None:
+    """Publishes a version and runs a worker until the coordinator has received a submission."""
+
+    def work() -> None:
+        with pytest.raises(Stopped):
+            worker.main_loop()
+
+    run.publish(0)
+    run.serve_from_origin()
+    stop = threading.Event()
+    config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
+    with open_worker_folder(config.dir) as folder:
+        worker = start_worker(config, folder, behaviour, stop=stop, log=LOG)
+        loop = threading.Thread(target=work, daemon=True)
+        loop.start()
+        eventually("a submission", lambda: bool(run.events("submission.received")))
+        stop.set()
+        loop.join(30)
+        worker.shutdown()
+
+
 def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:
     class LateOnce(Behaviour):
         late = True
@@ -198,23 +219,8 @@ def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Pat
             self.late = False
             return requests
 
-    def work() -> None:
-        with pytest.raises(Stopped):
-            worker.main_loop()
-
     with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 5.0})) as run:
-        run.publish(0)
-        run.serve_from_origin()
-        stop = threading.Event()
-        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
-        with open_worker_folder(config.dir) as folder:
-            worker = start_worker(config, folder, LateOnce(), stop=stop, log=LOG)
-            loop = threading.Thread(target=work, daemon=True)
-            loop.start()
-            eventually("a submission", lambda: bool(run.events("submission.received")))
-            stop.set()
-            loop.join(30)
-            worker.shutdown()
+        work_until_a_submission(run, tmp_path, LateOnce())
         assert run.events("lease.void")[0].body["code"] in ("void.abandoned", "void.expired")
 
 
@@ -243,23 +249,8 @@ def test_a_machine_that_is_too_slow_for_the_leases_gets_longer_ones(tmp_path: Pa
         def engine(self, engine: Engine) -> Engine:
             return cast("Engine", SlowEngine(engine, load_s=2.0, step_s=0.2))
 
-    def work() -> None:
-        with pytest.raises(Stopped):
-            worker.main_loop()
-
     with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 3.0})) as run:
-        run.publish(0)
-        run.serve_from_origin()
-        stop = threading.Event()
-        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
-        with open_worker_folder(config.dir) as folder:
-            worker = start_worker(config, folder, Slow(), stop=stop, log=LOG)
-            loop = threading.Thread(target=work, daemon=True)
-            loop.start()
-            eventually("a submission", lambda: bool(run.events("submission.received")))
-            stop.set()
-            loop.join(30)
-            worker.shutdown()
+        work_until_a_submission(run, tmp_path, Slow())
         received = run.events("submission.received")[0].seq
         lost = [event.body["code"] for event in run.events("lease.void") if event.seq < received]
         assert lost and set(lost) == {"void.expired"}, (

@@ -25,8 +25,8 @@ from shoal.shardcast.file_image import FileImage
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.io import checkpoint
-from shoal.trainer.io.publisher import OriginAddress, Publisher
-from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.io.publisher import Publisher
+from shoal.trainer.loop import run_trainer
 
 LAST_VERSION = 3
 CONFIG = TrainerConfig(learning_rate=1e-3, row_tokens=32, rows_per_micro_batch=4)
@@ -96,15 +96,7 @@ def train(coordinator: SmallCoordinator, folder: Path, minutes: float, killer: K
         killer.inside(checkpoint, "save_file", 1)
         killer.inside(torch, "save", 1)
         killer.inside(FileImage, "write", 1)
-    site = TrainerSite(
-        folder=folder,
-        model="tiny",
-        coordinator_url=coordinator.url,
-        key=coordinator.trainer_key,
-        run_key=coordinator.run_key,
-        address=OriginAddress(),
-        deadline_s=60.0,
-    )
+    site = coordinator.site(folder, deadline_s=60.0)
     config = CONFIG.model_copy(update={"checkpoint_minutes": minutes})
     run_trainer(config, site, stop=threading.Event())
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,6 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.net.http_server import Server, listen
+from shoal.trainer.io.publisher import OriginAddress
+from shoal.trainer.io.recalibration import MeasureNoise
+from shoal.trainer.loop import TrainerSite
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Batch, Group, Info, ProblemDetails, Recorded
@@ -62,6 +66,21 @@ class SmallCoordinator:
             yield self
         finally:
             server.close()
+
+    def site(
+        self, folder: Path, *, deadline_s: float = 30.0, measure_noise: MeasureNoise | None = None
+    ) -> TrainerSite:
+        """Returns the settings of a trainer of this run with the built-in model `tiny`."""
+        return TrainerSite(
+            folder=folder,
+            model="tiny",
+            coordinator_url=self.url,
+            key=self.trainer_key,
+            run_key=self.run_key,
+            address=OriginAddress(),
+            deadline_s=deadline_s,
+            measure_noise=measure_noise,
+        )
 
     def digests(self) -> dict[int, str]:
         """Returns the weights digest of every announced version; fails if one was announced with two digests."""

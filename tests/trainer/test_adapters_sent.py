@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from small_coordinator import SmallCoordinator
-from test_trainer_loop import site
 
 from shoal.shardcast import fetch_version
 from shoal.shardcast.client.fetch import fetch_manifest
@@ -65,7 +64,7 @@ def test_a_client_follows_by_adapters(tmp_path: Path, supervised_steps: int) -> 
                 )  # fmt: skip
 
         coordinator.before_announce = announced
-        run_trainer(config, site(tmp_path / "trainer", coordinator), stop=threading.Event())
+        run_trainer(config, coordinator.site(tmp_path / "trainer"), stop=threading.Event())
     manifests = [told.manifest.body for told in coordinator.announced]
     assert late
     if supervised_steps:
@@ -91,8 +90,8 @@ def test_a_resumed_trainer_announces_the_same_adapters(tmp_path: Path) -> None:
                     stop.set()
 
             coordinator.before_announce = stop_at_2
-            run_trainer(config, site(folder, coordinator), stop=stop)
-            run_trainer(config, site(folder, coordinator), stop=threading.Event())
+            run_trainer(config, coordinator.site(folder), stop=stop)
+            run_trainer(config, coordinator.site(folder), stop=threading.Event())
             digests = coordinator.digests()
         assert sorted(digests) == [0, 1, 2, 3, 4]
         whole = whole or digests

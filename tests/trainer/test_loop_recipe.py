@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from small_coordinator import SmallCoordinator, Stopper
-from test_trainer_loop import site
 
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.loop import run_trainer
@@ -37,7 +36,7 @@ def events(folder: Path, kind: str) -> list[dict[str, object]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SmallCoordinator, Path]:
     folder = tmp_path_factory.mktemp("whole")
     with SmallCoordinator(last_version=6).serving() as coordinator:
-        run_trainer(CONFIG, site(folder, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(folder), stop=threading.Event())
     return coordinator, folder
 
 
@@ -45,9 +44,9 @@ def test_resumed_run_has_the_same_reference(tmp_path: Path, whole: tuple[SmallCo
     stop = threading.Event()
     with SmallCoordinator(last_version=6).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 2)
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         assert (tmp_path / "reference.safetensors").exists()
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
 
 
@@ -70,9 +69,9 @@ def test_a_stop_in_a_step_saves_only_weights_without_its_updates(
     with SmallCoordinator(last_version=6).serving() as coordinator:
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "_update", stopping)
-            run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+            run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
 
 

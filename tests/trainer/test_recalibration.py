@@ -17,10 +17,9 @@ from shoal.shardcast.file_image import FileImage
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.io import publisher, recalibration
-from shoal.trainer.io.publisher import OriginAddress
 from shoal.trainer.io.recalibration import MeasureNoise, Recalibration, next_repeat, relative_distance
 from shoal.trainer.io.weights_diff import WeightsDiff
-from shoal.trainer.loop import TrainerSite, _TrainerRun, run_trainer
+from shoal.trainer.loop import _TrainerRun, run_trainer
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Announce
 from shoal.wire.proof_noise import Noise, NoiseDoubt
@@ -61,16 +60,7 @@ def run(
     stop: threading.Event | None = None,
 ) -> None:
     with coordinator.serving():
-        site = TrainerSite(
-            folder=folder,
-            model="tiny",
-            coordinator_url=coordinator.url,
-            key=coordinator.trainer_key,
-            run_key=coordinator.run_key,
-            address=OriginAddress(),
-            deadline_s=30.0,
-            measure_noise=measure,
-        )
+        site = coordinator.site(folder, deadline_s=30.0, measure_noise=measure)
         run_trainer(CONFIG, site, stop=stop or threading.Event())
 
 

@@ -24,8 +24,7 @@ from shoal.trainer.config import DilocoConfig, TrainerConfig
 from shoal.trainer.distributed.sites import Sites, make_averager
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.io.load_checkpoint import load_checkpoint
-from shoal.trainer.io.publisher import OriginAddress
-from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.loop import run_trainer
 from shoal.trainer.optim.learner import Learner
 
 HERE = Path(__file__).parent
@@ -148,15 +147,7 @@ def test_a_site_whose_newest_checkpoint_is_damaged_repeats_no_update(
     )
     folder = tmp_path / "site"
     with SmallCoordinator(last_version=2).serving() as coordinator, ThreadPoolExecutor(1) as pool:
-        site = TrainerSite(
-            folder=folder,
-            model="tiny",
-            coordinator_url=coordinator.url,
-            key=coordinator.trainer_key,
-            run_key=coordinator.run_key,
-            address=OriginAddress(),
-            deadline_s=60.0,
-        )
+        site = coordinator.site(folder, deadline_s=60.0)
         create_model("tiny", folder / "model", config.seed)
         other = make_learner(folder / "model", CONFIG.model_copy(update={"diloco": DILOCO}))
         other.sites = others = Sites(other, DILOCO, make_peer(hub), metrics=None, stop=threading.Event())

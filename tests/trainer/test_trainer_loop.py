@@ -17,8 +17,8 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
-from shoal.trainer.io.publisher import OriginAddress, Publisher
-from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.io.publisher import Publisher
+from shoal.trainer.loop import run_trainer
 from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -35,18 +35,6 @@ CONFIG = TrainerConfig(
 )
 
 
-def site(folder: Path, coordinator: SmallCoordinator, *, deadline_s: float = 30.0) -> TrainerSite:
-    return TrainerSite(
-        folder=folder,
-        model="tiny",
-        coordinator_url=coordinator.url,
-        key=coordinator.trainer_key,
-        run_key=coordinator.run_key,
-        address=OriginAddress(),
-        deadline_s=deadline_s,
-    )
-
-
 def events(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -56,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SmallCoordinator, P
     """An uninterrupted run of four steps."""
     folder = tmp_path_factory.mktemp("whole")
     with SmallCoordinator(last_version=4).serving() as coordinator:
-        run_trainer(CONFIG, site(folder, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(folder), stop=threading.Event())
     return coordinator, folder
 
 
@@ -109,9 +97,9 @@ def test_crash_before_an_announcement(
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, version)
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         assert max(coordinator.digests(), default=-1) == version - 1
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
     assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
     repeated = coordinator.announced[version].report
@@ -123,9 +111,9 @@ def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinat
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = lambda told: stop.set() if told.manifest.body.version == 4 else None
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         coordinator.before_announce = lambda told: None
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
     first, second = (told for told in coordinator.announced if told.manifest.body.version == 4)
     assert (first.manifest, first.report) == (second.manifest, second.report)
@@ -157,7 +145,7 @@ def test_the_next_step_does_not_wait_for_a_publication(
     monkeypatch.setattr(Publisher, "prepare", late)
     monkeypatch.setattr(Lockstep, "step", noted)
     with SmallCoordinator(last_version=4).serving() as coordinator:
-        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=90.0), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path, deadline_s=90.0), stop=threading.Event())
     assert overlapped == [1, 2, 3]
     steps = {event["version"]: event for event in events(tmp_path) if event["event"] == "step"}
     assert all(float(str(steps[version]["publish_exposed_s"])) > 0 for version in (2, 3, 4)), (
@@ -180,10 +168,10 @@ def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Publisher, "prepare", full)
     with SmallCoordinator(last_version=4).serving() as coordinator:
         with pytest.raises(OSError, match="No space left"):
-            run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=600.0), stop=threading.Event())
+            run_trainer(CONFIG, coordinator.site(tmp_path, deadline_s=600.0), stop=threading.Event())
         monkeypatch.setattr(Publisher, "prepare", prepare)
         coordinator.has_rollouts = True
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert sorted(coordinator.digests()) == list(range(5))
 
 
@@ -194,10 +182,10 @@ def test_damaged_checkpoint_costs_steps_not_the_run(
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 3)
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         newest = max((tmp_path / "checkpoints").glob("v*"))
         (newest / "optimizer.pt").write_bytes(b"half a file")
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
 
 
@@ -212,9 +200,9 @@ def test_versions_that_come_out_differently_are_not_announced_again(
     )  # as if it was killed
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 3)
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         other = CONFIG.model_copy(update={"learning_rate": 1.1e-3})
-        run_trainer(other, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(other, coordinator.site(tmp_path), stop=threading.Event())
     assert sorted(coordinator.digests()) == [0, 1, 2, 3, 4], "no version was announced with two digests"
     (again,) = (told for told in coordinator.announced if told.rederived is not None)
     assert again.rederived is not None
@@ -233,9 +221,9 @@ def test_deleted_versions_are_published_again_whole(
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 3)
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=stop)
         shutil.rmtree(tmp_path / "versions")
-        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
     bases = {told.manifest.body.version: told.manifest.body.base for told in coordinator.announced}
     assert (bases[0], bases[1], bases[4]) == (None, 0, 3)
@@ -247,7 +235,7 @@ def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:
     with SmallCoordinator(last_version=4, has_rollouts=False).serving() as coordinator:
         coordinator.before_announce = lambda told: announced.set()
         thread = threading.Thread(
-            target=run_trainer, args=(CONFIG, site(tmp_path, coordinator)), kwargs={"stop": stop}
+            target=run_trainer, args=(CONFIG, coordinator.site(tmp_path)), kwargs={"stop": stop}
         )
         thread.start()
         try:
@@ -269,14 +257,14 @@ def test_a_wait_for_rollouts_times_out_with_its_reason(tmp_path: Path) -> None:
         SmallCoordinator(last_version=4, has_rollouts=False).serving() as coordinator,
         pytest.raises(DeadlinePassed, match=waiting),
     ):
-        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path, deadline_s=0.2), stop=threading.Event())
 
 
 def test_an_unreachable_coordinator_is_named(tmp_path: Path) -> None:
     coordinator = SmallCoordinator(last_version=1)
     coordinator.url = "http://127.0.0.1:9"
     with pytest.raises(DeadlinePassed, match=r"the coordinator at http://127\.0\.0\.1:9"):
-        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
+        run_trainer(CONFIG, coordinator.site(tmp_path, deadline_s=0.2), stop=threading.Event())
 
 
 def test_a_version_conflict_names_the_remedy(tmp_path: Path) -> None:
@@ -286,12 +274,12 @@ def test_a_version_conflict_names_the_remedy(tmp_path: Path) -> None:
     with SmallCoordinator(last_version=1).serving() as coordinator:
         coordinator.before_announce = refuse
         with pytest.raises(ValueError, match=r"another version 0 than this trainer made .*start a new run"):
-            run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+            run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
 
 
 def test_key_of_another_run(tmp_path: Path) -> None:
     with SmallCoordinator(last_version=1).serving() as coordinator:
-        mine = site(tmp_path, coordinator)
+        mine = coordinator.site(tmp_path)
         coordinator.run_key = Key.generate()
         with pytest.raises(ValueError, match=r"copy run\.key"):
             run_trainer(CONFIG, mine, stop=threading.Event())
@@ -302,7 +290,7 @@ def test_broken_object_is_named(tmp_path: Path) -> None:
         sha256 = coordinator.make_batch(0).groups[0].sha256
         coordinator.objects[sha256] = b"not those bytes"
         with pytest.raises(ValueError, match=f"object {sha256}: received 15 bytes of another digest"):
-            run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+            run_trainer(CONFIG, coordinator.site(tmp_path), stop=threading.Event())
 
 
 def test_a_checkpoint_on_a_full_disk_ends_the_run_with_numbers_and_the_run_goes_on(
@@ -318,10 +306,10 @@ def test_a_checkpoint_on_a_full_disk_ends_the_run_with_numbers_and_the_run_goes_
     with SmallCoordinator(last_version=4).serving() as coordinator:
         monkeypatch.setattr(shutil, "disk_usage", nearly_full)
         with pytest.raises(DiskFull, match=r"needs 3\.\d MB, and 0\.0 MB are free; free some space there or"):
-            run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+            run_trainer(every, coordinator.site(tmp_path), stop=threading.Event())
         assert (tmp_path / "checkpoints" / "v000001").exists()
         monkeypatch.setattr(shutil, "disk_usage", usage)
-        run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(every, coordinator.site(tmp_path), stop=threading.Event())
         assert coordinator.digests() == whole[0].digests()
 
 
@@ -342,10 +330,10 @@ def test_a_real_disk_that_fills_up_ends_the_run_and_the_run_goes_on(
         with pytest.raises(
             DiskFull, match=r"(no space left in|needs \d+\.\d MB).*(free some space|then).*"
         ) as full:
-            run_trainer(config, site(disk / "trainer", coordinator), stop=threading.Event())
+            run_trainer(config, coordinator.site(disk / "trainer"), stop=threading.Event())
         assert "MB" in str(full.value) and str(disk) in str(full.value), "folder and numbers"
         fillers[0].unlink()
-        run_trainer(config, site(disk / "trainer", coordinator), stop=threading.Event())
+        run_trainer(config, coordinator.site(disk / "trainer"), stop=threading.Event())
         assert coordinator.digests() == whole[0].digests()
 
 
@@ -357,10 +345,10 @@ def test_a_damaged_checkpoint_costs_only_time(
     with SmallCoordinator(last_version=4).serving() as coordinator:
         stop = threading.Event()
         coordinator.before_announce = Stopper(stop, 3)
-        run_trainer(every, site(tmp_path, coordinator), stop=stop)
+        run_trainer(every, coordinator.site(tmp_path), stop=stop)
         newest = max((tmp_path / "checkpoints").glob("v*"))
         weights = newest / "weights.safetensors"
         content = weights.read_bytes()
         weights.write_bytes(content[: len(content) // 2] if damage == "half" else content[:-1] + b"?")
-        run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        run_trainer(every, coordinator.site(tmp_path), stop=threading.Event())
         assert coordinator.digests() == whole[0].digests()

@@ -91,7 +91,7 @@ class PromptLengths(Protocol):
 
 
 def prompt_chars(task: Task, split: Split) -> Sequence[int]:
-    """Returns what `PromptLengths.prompt_chars` does; none for other tasks."""
+    """Returns the number of characters of each prompt, by its seed from 0; none if the task does not know them."""
     return task.prompt_chars(split) if isinstance(task, PromptLengths) else ()
 
 

@@ -151,7 +151,7 @@ class TorchEngine:
             raise ValueError("the engine holds no complete weights; load a version first")
         scheduler, prover = self._scheduler, self._loaded().prover
         if (failure := prover.take_failure()) is not None:
-            # They are computed once more, before all others.
+            # The rows whose proofs failed are computed again, before all others.
             scheduler.waiting.extendleft(reversed(failure.requests))
             self._halve_cache(failure.error)
         try:

@@ -211,7 +211,7 @@ class LeaseSupply:
         """Asks for a lease. The deadline counts from when the device waits for it: before that nothing is lost."""
 
         def heard(failure: Refused | Unreachable) -> None:
-            # That the run has no work is not the worker's loss.
+            # A refusal means that the run has no work; such time is not counted as waiting for a lease.
             refused = isinstance(failure, Refused)
             self._activity = Activity.WITHOUT_WORK if refused else Activity.WAITING
 

@@ -96,7 +96,7 @@ def leave(tx: Transaction, coordinator: Coordinator, ask: Leave) -> Recorded:
 
 def mark_live(tx: Transaction, **values: Any) -> None:
     """Notes that the calling node is live, and sets other columns of its row."""
-    # Not of new keys: they are free, and each could write two events to the ledger every two minutes, for ever.
+    # A new key writes no event: keys are free, and each could write two events to the ledger every two minutes, for ever.
     if not tx.caller().live and tx.caller().accepted:
         tx.record("node.live", node=tx.actor)
     tx.update(NODES, tx.actor, last_seen_s=tx.now_s, live=1, **values)

@@ -151,7 +151,7 @@ class Database:
 
 def database_url(where: Path | str) -> URL:
     if isinstance(where, Path):
-        # Not from text: "?" and "%" in the name of a folder would be read as parts of the URL, and name another file.
+        # Not parsed from text: "?" and "%" in the name of a folder would be read as parts of the URL, and name another file.
         return URL.create("sqlite", database=str(where))
     try:
         url = make_url(where)

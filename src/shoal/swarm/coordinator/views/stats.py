@@ -86,7 +86,7 @@ class Situation:
     noise_doubt: NoiseDoubt | None = None
     """Why the calibration may be old."""
     uncertain_in_a_row: int = 0
-    """The newest verdicts, if they are void.uncertain."""
+    """How many of the newest verdicts are void.uncertain, without another verdict between them."""
     eval_chunks: tuple[int, int] | None
     """Accepted chunks and all chunks of the newest version's evaluation."""
 
