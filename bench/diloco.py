@@ -9,6 +9,7 @@
     python bench/diloco.py wan --json wan.json            four unequal links with latency and losses, scaled from OpenDiLoCo's
     python bench/diloco.py rounds --num 2000 --peers 3    counts wrong averages in fault-free rounds of real Hivemind peers
     python bench/diloco.py churn --peers 6 [--engine torchft]   kill -9 two peers in a round, two join
+    python bench/diloco.py processes --size 1.1b --device cuda --micro 2   whole sites in processes: bytes, seconds, memory, digests
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, a share of the tokens) or
 `H:codec[:fragments:overlap][@outer_lr,momentum]`; bench/curves.py has the whole grammar, with other outer optimizers, missed rounds,
@@ -21,28 +22,36 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from curves import PRESETS, compare, curves, draw, read_records, write_text
+import torch
+from child import Child, children, obey
+from curves import PRESETS, collect_text, compare, curves, draw, read_records, write_text
 from throttle import LOSS_S, PIECE_BYTES
 
-from shoal.diloco.averaging.averager import AveragerSettings, Ready
+from shoal.diloco.averaging.averager import AveragerSettings, FetchedState, Ready
 from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.codec import coded_bytes
+from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import take_round
-from shoal.diloco.transport.mesh import LocalHub, LocalMesh
+from shoal.diloco.site.language import Samples, next_token_loss
+from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
+from shoal.diloco.transport.mesh import Handler, LocalHub, LocalMesh, Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.files import write_bytes_atomically
+from shoal.model.decoder import Decoder
+from shoal.model.load_model import empty_decoder
 from shoal.telemetry import Log
 
 PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"
@@ -419,7 +428,298 @@ def churn(options: argparse.Namespace) -> None:
         )
 
 
+# -- whole sites in processes -----------------------------------------------------------------------------
+
+SIZES = {
+    # vocabulary, hidden, layers, heads, key-value heads, ffn
+    "toy": (256, 64, 2, 4, 2, 176),
+    "60m": (32000, 640, 6, 10, 2, 1760),
+    "0.6b": (32000, 2048, 11, 32, 4, 5632),
+    "1.1b": (32000, 2048, 22, 32, 4, 5632),  # TinyLlama's
+}
+
+
+class LoopbackMesh:
+    """A mesh over TCP between processes of one machine, for where Hivemind is not installed. The directory is a folder."""
+
+    reachable = True
+
+    def __init__(self, folder: Path, peer: str) -> None:
+        self._folder, self.peer = folder, peer
+        self.addresses: tuple[str, ...] = (str(folder),)
+        self._server: asyncio.Server | None = None
+
+    async def start(self, handler: Handler) -> None:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = (await reader.readline()).decode().strip()
+            with contextlib.closing(Stream(reader, writer, peer=peer)) as stream:
+                await handler(stream)
+
+        self._server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        write_bytes_atomically(self._folder / f"{self.peer}.port", str(port).encode())
+
+    async def open(self, peer: str, *, bulk: bool = False) -> Stream:
+        try:
+            port = int((self._folder / f"{peer}.port").read_text())
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError as error:
+            raise StreamBroken(f"{peer}: {error}") from None
+        writer.write(f"{self.peer}\n".encode())
+        return Stream(reader, writer, peer=peer)
+
+    def mark_broken(self, peer: str) -> None:
+        """Does nothing: there is only one route."""
+
+    async def announce(self, card: bytes, *, for_s: float) -> None:
+        write_bytes_atomically(self._folder / f"{self.peer}.card", card)
+
+    async def cards(self) -> dict[str, bytes]:
+        return {path.stem: path.read_bytes() for path in self._folder.glob("*.card")}
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class MetAverager(PeerAverager):
+    """Finds the other sites before the optimizer joins: it would download the state of one that is earlier, which is its own."""
+
+    def begin_joining(self) -> None:
+        super().join(deadline_s=60)
+
+    def wait_for(self, num_others: int) -> None:
+        while len(self.peers()) < num_others:
+            time.sleep(0.1)
+
+    def join(self, *, deadline_s: float, lengths: tuple[int, ...] | None = None) -> FetchedState | None:
+        return None
+
+
+def random_decoder(size: str, device: str) -> Decoder:
+    """Returns a model of random weights, the same in every process on the same device."""
+    from trainer import llama
+
+    model = empty_decoder(llama(*SIZES[size], tied_embeddings=False, max_positions=2048), device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1)
+    return model
+
+
+class WholeSite:
+    """One process: a model, its samples and its optimizer. It takes a round whenever it is told to."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task = task
+        torch.set_num_threads(task["threads"])
+        self._model = random_decoder(task["size"], task["device"])
+        text = np.frombuffer(collect_text(1 << 22), np.uint8).astype(np.uint32)
+        self._samples = Samples(text, sequence=task["sequence"], peer=f"site-{task['rank']}", seed=0)
+        self.num_values = sum(one.numel() for one in self._model.parameters())
+        self._reports: list[RoundReport] = []
+
+    def act(self, line: str) -> dict[str, Any]:
+        word, _, rest = line.partition(" ")
+        return {"start": self._start, "meet": self._meet, "round": self._round}[word](
+            *json.loads(rest or "[]")
+        )
+
+    def _start(self, *join: str) -> dict[str, Any]:
+        """Opens this site's end of the network, and returns the addresses at which others join it."""
+        task = self.task
+        mesh: Mesh
+        if task["mesh"] == "hivemind":
+            mesh = HivemindMesh("bench", PeerAddress(join=join, host="127.0.0.1"))
+        else:
+            mesh = LoopbackMesh(Path(task["folder"]), f"site-{task['rank']}")
+        terms = AveragerSettings(min_peers=task["peers"], gather_s=120.0, stall_s=60.0)
+        self._averager = MetAverager(mesh, log=Log("bench"), codec=task["codec"], settings=terms)
+        self._averager.begin_joining()
+        return {"addresses": list(self._averager.addresses)}
+
+    def _meet(self) -> dict[str, Any]:
+        """Waits for the other sites and makes the optimizer, whose outer state is in main memory."""
+        task = self.task
+        self._averager.wait_for(task["peers"] - 1)
+        inner = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=4e-4,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=task["device"] != "cpu",
+        )
+        self._optimizer = DiLoCo(
+            self._model,
+            inner=inner,
+            averager=self._averager,
+            schedule=Schedule(inner_steps=task["every"], deadline_s=task["deadline_s"]),
+        )
+        self._optimizer.on_round = self._reports.append
+        self._optimizer.join()
+        return memory_of(task["device"])
+
+    def _round(self) -> dict[str, Any]:
+        """Takes the inner steps of one round and the round."""
+        task, losses = self.task, []
+        began_s = time.monotonic()
+        for step in range(task["every"]):
+            losses.append(self._backward())
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            if step == task["every"] - 1:
+                ended_s = time.monotonic()
+                host_before = memory_of(task["device"])["host_now"]
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again, at what is in use now
+            self._optimizer.count_samples(task["batch"])
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        report = self._reports[-1]
+        result = report.result
+        return {
+            "site": task["rank"],
+            "round": report.round,
+            "outcome": result.outcome.name,
+            "peers": len(result.members),
+            "attempts": result.attempts,
+            "reasons": result.reasons,
+            "digest": report.state_digest,
+            "sent_bytes": result.num_bytes,
+            "inner_s": round(ended_s - began_s, 3),
+            "exchange_s": round(result.took_s, 3),
+            "still_s": round(time.monotonic() - ended_s, 3),
+            "first_loss": round(losses[0], 4),
+            "last_loss": round(losses[-1], 4),
+            "host_before": host_before,
+            **memory_of(task["device"]),
+        }
+
+    def _backward(self) -> float:
+        """Returns the loss of a batch, whose gradient it adds."""
+        task, loss = self.task, 0.0
+        rows = torch.from_numpy(self._samples.take(task["batch"])).to(task["device"])
+        for micro in rows.split(task["micro"]):
+            with torch.autocast(torch.device(task["device"]).type, torch.bfloat16):
+                part = next_token_loss(self._model, micro) * (len(micro) / task["batch"])
+            part.backward()
+            loss += float(part.detach())
+        return loss
+
+
+def memory_of(device: str) -> dict[str, Any]:
+    """Returns what this process uses of main memory, its peak there and on a GPU, and what all processes use of the GPU now."""
+    words = dict(re.findall(r"(\w+):\s+(\d+)", Path("/proc/self/status").read_text()))
+    found = {"host_now": 1024 * int(words["VmRSS"]), "host_peak": 1024 * int(words["VmHWM"])}
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        found |= {"device_peak": torch.cuda.max_memory_reserved(), "device_used": total - free}
+    return found
+
+
+def host_used() -> tuple[int, int]:
+    """Returns the bytes of main memory in use and the bytes that the machine has now."""
+    words = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (1024 * int(words[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    return total - free, total
+
+
+def ask_all(sites: list[Child], line: str) -> list[dict[str, Any]]:
+    """Gives every site the same command at once and returns their answers. If one ends, all are ended."""
+    with ThreadPoolExecutor(len(sites)) as pool:
+        answers: list[Future[dict[str, Any]]] = [pool.submit(site.ask, line) for site in sites]
+        wait(answers, return_when=FIRST_EXCEPTION)
+        if any(answer.done() and answer.exception() for answer in answers):
+            for site in sites:
+                site.close(kill=True)
+    return [answer.result() for answer in answers]
+
+
+def processes(options: argparse.Namespace) -> None:
+    """Trains one model in several processes that average over the network, and prints what each round took."""
+    started_s, records, most = time.monotonic(), [], [0, 0]
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            used, total = host_used()
+            most[:] = max(most[0], used), max(most[1], total)
+
+    threading.Thread(target=watch, daemon=True).start()
+    before = host_used()[0]
+    with tempfile.TemporaryDirectory() as folder, children(__file__) as start:
+        given = {name: value for name, value in vars(options).items() if name not in ("action", "json")}
+        sites = [
+            start("site", json.dumps({**given, "folder": folder, "rank": rank}), wait=False)
+            for rank in range(options.peers)
+        ]
+        num_values = sites[0].ready["num_values"]
+        addresses = json.dumps(sites[0].ask("start")["addresses"])
+        ask_all(sites[1:], f"start {addresses}")
+        ask_all(sites, "meet")
+        print(
+            f"{num_values / 1e6:.1f}M values in {options.peers} processes over {options.mesh}, H = {options.every}, {options.codec}, "
+            f"{options.batch} x {options.sequence} tokens a step; met after {time.monotonic() - started_s:.1f} s"
+        )
+        print(
+            f"{'round':>5}{'outcome':>11}{'digests':>9}{'sent MB':>9}{'steps s':>9}{'exchange s':>12}{'still s':>9}"
+            f"{'loss':>17}{'host GB':>9}{'device GB':>11}{'of all':>8}{'at s':>7}",
+            flush=True,
+        )
+        took_s = 0.0
+        for _ in range(options.rounds):
+            if options.budget_s and time.monotonic() - started_s + 1.1 * took_s > options.budget_s:
+                print(f"no time for another round within {options.budget_s:g} s")
+                break
+            began_s = time.monotonic()
+            answers = ask_all(sites, "round")
+            took_s = time.monotonic() - began_s
+            records.append(answers)
+            print_round(answers, time.monotonic() - started_s)
+    ended.set()
+    sent = np.mean([one["sent_bytes"] for answers in records for one in answers])
+    parallel = 1.5 * 4 * num_values * options.every
+    print(
+        f"{sent / 1e6:.1f} MB sent by each site and round, {parallel / sent:.0f} times fewer than an fp32 all-reduce in every step; "
+        f"main memory {most[0] / 1e9:.1f} GB at most, {before / 1e9:.1f} before, of {most[1] / 1e9:.1f}; "
+        f"{time.monotonic() - started_s:.1f} s in all"
+    )
+    if options.json:
+        facts = {"num_values": num_values, "host_used": most[0], "host_before": before, "host_total": most[1]}
+        told = {name: value for name, value in given.items() if name != "json"}
+        write_bytes_atomically(
+            options.json, json.dumps({"options": told, **facts, "rounds": records}).encode()
+        )
+    if any(len({one["digest"] for one in answers}) > 1 for answers in records):
+        sys.exit("the sites' states differ")
+
+
+def print_round(answers: list[dict[str, Any]], at_s: float) -> None:
+    """Prints one round: the slowest site's seconds, the largest site's bytes."""
+    slowest = {
+        name: max(one[name] for one in answers) for name in ("inner_s", "exchange_s", "still_s", "host_peak")
+    }
+    outcomes = {one["outcome"].lower() for one in answers}
+    digests = {one["digest"][:7] for one in answers}
+    device = [max(one.get(name, 0) for one in answers) / 1e9 for name in ("device_peak", "device_used")]
+    losses = [np.mean([one[name] for one in answers]) for name in ("first_loss", "last_loss")]
+    print(
+        f"{answers[0]['round']:>5}{'/'.join(sorted(outcomes)):>11}{'/'.join(sorted(digests)):>9}"
+        f"{max(one['sent_bytes'] for one in answers) / 1e6:>9.1f}{slowest['inner_s']:>9.2f}{slowest['exchange_s']:>12.2f}"
+        f"{slowest['still_s']:>9.2f}{f'{losses[0]:.3f} to {losses[1]:.3f}':>17}{slowest['host_peak'] / 1e9:>9.2f}"
+        f"{device[0]:>11.2f}{device[1]:>8.1f}{at_s:>7.1f}",
+        flush=True,
+    )
+    for reason in sorted({reason for one in answers for reason in one["reasons"]}):
+        print(f"      {reason}")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--role"]:  # a site of `processes`
+        site = WholeSite(json.loads(sys.argv[3]))
+        obey({"num_values": site.num_values}, site.act)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -521,6 +821,24 @@ def main() -> None:
     )
     three.set_defaults(action=rounds)
     four.set_defaults(action=churn)
+    whole = actions.add_parser("processes")
+    whole.add_argument("--size", choices=SIZES, default="toy")
+    whole.add_argument("--peers", type=int, default=4)
+    whole.add_argument("--every", type=int, default=5, help="H")
+    whole.add_argument("--rounds", type=int, default=3)
+    whole.add_argument("--budget-s", type=float, default=0.0, help="start no round that would end later")
+    whole.add_argument(
+        "--deadline-s", type=float, default=60.0, help="after which a site takes a round alone"
+    )
+    whole.add_argument("--codec", default="fp16-scaled")
+    whole.add_argument("--batch", type=int, default=4, help="samples of a site and step")
+    whole.add_argument("--micro", type=int, default=4, help="samples of a forward pass")
+    whole.add_argument("--sequence", type=int, default=128)
+    whole.add_argument("--device", default="cpu")
+    whole.add_argument("--threads", type=int, default=1, help="of each process, on the CPU")
+    whole.add_argument("--mesh", choices=["hivemind", "loopback"], default="hivemind")
+    whole.add_argument("--json", type=Path)
+    whole.set_defaults(action=processes)
     options = parser.parse_args()
     options.action(options)
 

@@ -3,8 +3,7 @@
 diloco-workers-1m.json    validation loss by step of every run and seed       -> docs/img/diloco-workers.png
 diloco-ablations.json, diloco-codecs.json, diloco-streaming.json    last losses -> docs/img/diloco-ablations.png
 diloco-wan.json           utilisation by latency and loss                     -> docs/img/diloco-wan.png
-demo/metrics.jsonl.gz     the trainer's metrics of one run of `make demo`     -> docs/img/demo-run.png
-demo/ledger.jsonl.gz      its ledger: the tokens of every accepted submission -> counts that are printed
+NAME/                     publish.py: what one run leaves; its figures are printed -> docs/img/learn-NAME.png
 staleness-tiny.json       staleness.py: reward by step, behaviour and lag       -> docs/img/async-levels.png
 filter-tiny.json          learn.py: with and without the offline filter         -> docs/img/offline-filter.png
 stability-tiny.json       stability.py: rates, recipes, collapses and warnings  -> docs/img/stability.png
@@ -16,7 +15,6 @@ Lines are means of the seeds, pale areas reach from the lowest to the highest se
 """
 
 import argparse
-import gzip
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from curves import difference
+from publish import LEDGER, METRICS, held_out, interval, read_lines, show
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
@@ -92,48 +91,15 @@ def main() -> None:
     draw_workers(RESULTS / "diloco-workers-1m.json", options.out / "diloco-workers.png")
     draw_ablations(options.out / "diloco-ablations.png")
     draw_wan(RESULTS / "diloco-wan.json", options.out / "diloco-wan.png")
-    draw_demo(RESULTS / "demo" / "metrics.jsonl.gz", options.out / "demo-run.png")
+    for folder in sorted(path.parent for path in RESULTS.glob(f"*/{LEDGER}")):
+        draw_run(folder, options.out / f"learn-{folder.name}.png")
+        show(folder)
     draw_async(RESULTS / "staleness-tiny.json", options.out / "async-levels.png")
     draw_filter(RESULTS / "filter-tiny.json", options.out / "offline-filter.png")
     draw_stability(RESULTS / "stability-tiny.json", options.out / "stability.png")
     draw_late_collapses(RESULTS / "stability-long-tiny.json", options.out / "stability-long.png")
     draw_compiled(RESULTS / "compile-tiny.json", options.out / "compile.png")
     draw_budgets(RESULTS / "budgets-tiny.json", options.out / "budgets.png")
-    for name, count in count_tokens(RESULTS / "demo" / "ledger.jsonl.gz").items():
-        print(f"{name:<12} {count:>12,}")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a compressed file of JSON lines."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def count_tokens(ledger: Path) -> dict[str, int]:
-    """Counts output tokens of a run from its ledger. A group has the mean share of its lease's tokens."""
-    events = read_lines(ledger)
-    purposes = {
-        one["body"]["lease_id"]: one["body"]["purpose"] for one in events if one["type"] == "lease.issued"
-    }
-    counts: dict[str, float] = defaultdict(float)
-    tokens: dict[str, int] = {}
-    for event in events:
-        body = event["body"]
-        if event["type"] == "verdict.given" and body["code"] == "accepted":
-            tokens[body["lease_id"]] = body["output_tokens"]
-            counts["generated"] += body["output_tokens"]
-            counts["checked"] += body["output_tokens"] if body["checks"] == "full" else 0
-            counts["held out"] += body["output_tokens"] if purposes[body["lease_id"]] != "train" else 0
-    groups = {one["body"]["lease_id"]: one["body"] for one in events if one["type"] == "verdict.given"}
-    samples = next(
-        one["body"]["spec"]["sampling"]["samples_per_prompt"] for one in events if one["type"] == "run.opened"
-    )
-    for event in events:
-        if event["type"] == "batch.formed":
-            for group in event["body"]["group_ids"]:
-                lease = group.rpartition("-")[0]
-                counts["trained"] += tokens[lease] * samples / len(groups[lease]["rewards"])
-    return {name: round(count) for name, count in counts.items()}
 
 
 def draw_workers(results: Path, path: Path) -> None:
@@ -203,26 +169,25 @@ def draw_wan(results: Path, path: Path) -> None:
     save(figure, path)
 
 
-def draw_demo(metrics: Path, path: Path) -> None:
-    """Draws training and held-out reward of one run by version."""
-    pyplot = load_pyplot()
-    events = read_lines(metrics)
-    steps = [one for one in events if one["event"] == "step"]
-    held_out = [one for one in events if one["event"] == "evaluation"]
-    figure, axes = pyplot.subplots(figsize=(7, 3.8), dpi=110)
-    axes.plot(
-        [one["version"] for one in steps], [one["reward_mean"] for one in steps], label="training batches"
-    )
-    axes.plot(
-        [one["version"] for one in held_out],
-        [one["held_out_reward"] for one in held_out],
-        "o-",
-        label="held-out problems",
-    )
-    axes.set_xlabel("policy version")
-    axes.set_ylabel("mean reward, one seed")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def draw_run(folder: Path, path: Path) -> None:
+    """Draws training and held-out reward of one run by version, with 95 % intervals over the held-out problems."""
+    figure, axes = load_pyplot().subplots(figsize=(7, 3.8), dpi=110)
+    steps = [one for one in read_lines(folder / METRICS) if one.get("accepted_reward_mean") is not None]
+    rewards = smooth([one["accepted_reward_mean"] for one in steps], width=5)
+    label = "accepted rollouts, mean of 5 steps"
+    axes.plot([one["version"] for one in steps], rewards, color="0.6", linewidth=1, label=label)
+    for task, by_version in held_out(read_lines(folder / LEDGER)).items():
+        shares = [interval(scores_P) for scores_P in by_version.values()]
+        half = [[one.mean - one.low for one in shares], [one.high - one.mean for one in shares]]
+        axes.errorbar(
+            list(by_version),
+            [one.mean for one in shares],
+            yerr=half,
+            fmt="o-",
+            capsize=3,
+            label=f"{task}, held out",
+        )
+    finish(axes, "policy version", "mean reward, one seed")
     save(figure, path)
 
 

@@ -86,6 +86,32 @@ def test_the_sharded_path_on_one_rank_gives_the_plain_paths_losses_and_gradients
     assert [line["sharded"] for line in lines[:-1]].count(True) == 3
 
 
+def test_a_published_run_says_what_its_ledger_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The means over problems are those of the coordinator; every accepted token has one fate."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from publish import LEDGER, count_tokens, gain, held_out, interval, read_lines
+
+    events = read_lines(BENCH / "results" / "demo" / LEDGER)
+    curves = held_out(events)
+    told = {
+        (one["body"]["task"], one["body"]["version"]): one["body"]["reward_mean"]
+        for one in events
+        if one["type"] == "evaluation.completed"
+    }
+    means = {
+        (task, version): scores.mean() for task, curve in curves.items() for version, scores in curve.items()
+    }
+    assert means == pytest.approx(told)
+    tokens = count_tokens(events)
+    parts = tokens.held_out + tokens.trained + tokens.dropped + tokens.unused
+    assert tokens.checked == tokens.generated == pytest.approx(parts, abs=2)
+    first, last = curves["sort"][0], curves["sort"][100]
+    assert interval(first).high < interval(last).low and gain(first, last).mean == pytest.approx(
+        last.mean() - first.mean()
+    )
+    assert interval((first > 0.5).astype(float)).low > 0
+
+
 @pytest.mark.integration
 def test_versions_are_published_beside_training() -> None:
     """The first of these versions has none before it, and nothing is trained beside the publication of the last."""
@@ -113,6 +139,6 @@ def test_the_pictures_of_the_reproduction_page_can_be_drawn_again(tmp_path: Path
     )
     assert run.returncode == 0, run.stderr
     assert wanted and wanted == {path.name for path in tmp_path.iterdir()}
-    for count in re.findall(r"[\d,]{5,}", run.stdout.split("generated")[1]):
+    for count in re.findall(r"[\d,]{5,}", run.stdout.split("generated", 1)[1]):
         assert count in page, f"{count} output tokens are not in docs/reproduction.md"
     assert all((BENCH.parent / "docs" / "img" / name).is_file() for name in wanted)

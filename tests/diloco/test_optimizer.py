@@ -3,6 +3,7 @@
 import copy
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,31 @@ def test_torch_optimizer_is_refused_as_outer() -> None:
     with pytest.raises(ValueError, match=r"outer=SGD: .* use shoal\.diloco\.Outer"):
         DiLoCo(model, inner=adamw(model), outer=sgd, averager=averager)
     averager.leave()
+
+
+def test_pseudo_gradient_is_freed_before_the_outer_step() -> None:
+    """With billions of parameters each vector in main memory takes gigabytes."""
+    freed = []
+
+    class Watched(DiLoCo):
+        def pseudo_gradient(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+            delta_N = super().pseudo_gradient()
+            self.delta = weakref.ref(delta_N)
+            return delta_N
+
+        def _apply(self, result: Any) -> None:
+            freed.append(self.delta() is None)
+            super()._apply(result)
+
+    model = small_model()
+    optimizer = Watched(
+        model, inner=adamw(model), averager=make_peer(LocalHub()), schedule=Schedule(inner_steps=1)
+    )
+    for step in range(2):
+        F.cross_entropy(model(batch(0, step)[0]), batch(0, step)[1]).backward()
+        optimizer.step()
+    optimizer.close()
+    assert freed == [True, True]
 
 
 def small_model(seed: int = 0) -> nn.Module:

@@ -277,6 +277,7 @@ class DiLoCo(Optimizer):
         try:
             task.wait()
             result = task.result()
+            del task  # frees the pseudo-gradient, so that the outer step needs one vector less of main memory
         except Stopped:
             # The round counts as not started: its steps and samples stay, and the next step starts it again.
             self.phase, self._samples = self.phase + self.schedule.interval, self._samples + weight
