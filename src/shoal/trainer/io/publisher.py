@@ -11,7 +11,6 @@ follows reads and writes host memory and files with numpy, zstd and BLAKE3, whic
 
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -172,9 +171,10 @@ class Publisher:
         before = first if first is not None else self._store.get(version - 1)
         assert before is not None, f"version {version - 1} is not served"
         image = self.diff.image
-        pieces = image.change(changes)
-        if first is not None:
-            deque(pieces, maxlen=0)  # changes the image
+        if first is None:
+            pieces = image.change(changes)
+        else:
+            image.replace(changes)
             pieces = iter([encode_adapters(adapters, image.num_bytes)])
         with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
             folder = self._new_folder(version)
