@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,6 @@ class Bench:
         torch.manual_seed(0)
         draw(decoder)
         self.parameters = sum(one.numel() for one in decoder.parameters())
-        self.image = ThreadPoolExecutor(1).submit(empty_image, dict(decoder.named_parameters()))
         self.batch: TrainBatch = make_batch(shape, "packed", options.tokens)
         width = sum(len(sample.tokens) for sample in self.batch.samples)
         rows = max(1, options.micro_tokens or width)
@@ -158,6 +157,7 @@ class Bench:
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=1, log=log)
+        self.image: Future[FileImage] | None = None
         self.publication = BackgroundSave[list[ChangedWords]]("version", "to be published")
         self.exposed_s = self.checkpoint_s = 0.0
         self.learner.before_change = self._wait_for_readers
@@ -180,9 +180,20 @@ class Bench:
     def peak_gb(self) -> float:
         return round(torch.cuda.max_memory_allocated() / 1e9, 1) if self.device.type == "cuda" else 0.0
 
+    def allocate_image(self) -> None:
+        """Starts to allocate the host memory that `begin` fills, in the background."""
+        self.image = ThreadPoolExecutor(1).submit(empty_image, dict(self.learner.decoder.named_parameters()))
+
+    def begin_whole(self) -> None:
+        """Publishes the current version whole, as the trainer publishes version 0, as the base of the next."""
+        version = self.learner.version
+        folder = self.publisher.prepare_whole(self.lockstep.whole_weights(self.lockstep.weights()), version)
+        self.publisher.serve(folder, version)
+
     def begin(self) -> float:
         """Makes the current version the base of the next: its file is in memory only, and its delta is empty. Returns its seconds."""
         started_s = time.perf_counter()
+        assert self.image is not None, "call allocate_image first"
         version, publisher, image = self.learner.version, self.publisher, self.image.result()
         publisher._set_image(image)
         pinned_s = time.perf_counter()
@@ -308,6 +319,7 @@ def summary(
 
 def measure(bench: Bench, options: argparse.Namespace) -> int:
     """Runs all parts and prints their figures. Returns 1 if the part with publication failed."""
+    bench.allocate_image()
     run_plain(bench, options.warm)
     plain = run_plain(bench, options.plain)
     rows, base_s = None, attempt("base", bench.begin)

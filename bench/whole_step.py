@@ -173,8 +173,7 @@ class Bench:
         image, key = diff.image, Key.generate()
         changes = diff.changes(merged)
         num_changed = count_changed(changes, image)
-        for _ in image.change(changes):
-            pass
+        image.replace(changes)
         pieces = iter([encode_adapters(adapters, image.num_bytes)])
         folder = self.folder / "v1"
         folder.mkdir()

@@ -74,6 +74,14 @@ def test_a_delta_of_changed_words_equals_one_of_two_files(num_bytes: int) -> Non
     assert apply(before, payload) == bytes(image.view)
 
 
+def test_words_are_replaced_without_a_delta() -> None:
+    changed, replaced = make_image(), make_image()
+    changes = random_changes(changed, 0.1)
+    list(changed.change(changes))
+    replaced.replace(changes)
+    assert replaced.digest() == changed.digest() != make_image().digest()
+
+
 def test_a_version_is_restored_from_a_whole_file_and_deltas(store: VersionStore) -> None:
     image = make_image()
     publish(store, 0, image, None)

@@ -11,6 +11,7 @@ from tiny_learner import make_batch
 
 from shoal.diloco.ranks import Ranks, as_lost_rank, join_ranks
 from shoal.net.waiting import DeadlinePassed
+from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.distributed.lockstep import Lockstep
@@ -18,6 +19,24 @@ from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints
 from shoal.trainer.optim.learner import Learner
 
 NUM_STEPS = 3
+
+
+def rounded_weights(lockstep: Lockstep) -> dict[str, torch.Tensor]:
+    whole = lockstep.whole_weights(lockstep.weights())
+    return {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in whole}
+
+
+def take_over(
+    lockstep: Lockstep, adapters: list[AdapterMatrices], published: dict[str, torch.Tensor]
+) -> None:
+    """Takes over published weights in place of those of an earlier version."""
+    if adapters:
+        lockstep.take_adapters(adapters)
+    else:
+        lockstep.take_weights(lambda name: published[name])
+    taken = rounded_weights(lockstep)
+    differing = sum(int((taken[name] != one).sum()) for name, one in published.items())
+    assert differing <= len(adapters), "two scales of an adapter may round differently than their product"
 
 
 def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
@@ -29,12 +48,12 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     kept.finish(60)
     figures += [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     last = lockstep.snapshot()
-    published = {
-        name: tensor.to(torch.bfloat16, copy=True)
-        for name, tensor in lockstep.whole_weights(lockstep.weights())
-    }
+    published = rounded_weights(lockstep)
     checkpoint = kept.newest()
     assert checkpoint is not None
+    adapters = lockstep.adapters
+    lockstep.load_checkpoint(checkpoint)
+    take_over(lockstep, adapters, published)
     lockstep.load_checkpoint(checkpoint)
     again = [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     assert [one.loss for one in again] == [one.loss for one in figures[1:]]

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_coordinator import SmallCoordinator
+from small_coordinator import SmallCoordinator, Stopper
 
 from shoal.shardcast import fetch_version
 from shoal.shardcast.client.fetch import fetch_manifest
@@ -12,7 +12,8 @@ from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.manifest_files import prune_versions, version_folders
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.loop import run_trainer
+from shoal.trainer.io.weights_diff import count_changed
+from shoal.trainer.loop import _TrainerRun, run_trainer
 from shoal.wire.messages import Announce
 
 ADAPTERS = TrainerConfig(learning_rate=1e-2, row_tokens=32, rows_per_micro_batch=4, lora_rank=2)
@@ -96,3 +97,31 @@ def test_a_resumed_trainer_announces_the_same_adapters(tmp_path: Path) -> None:
         assert sorted(digests) == [0, 1, 2, 3, 4]
         whole = whole or digests
         assert digests == whole
+
+
+def test_adapters_that_come_out_differently_are_those_that_were_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another learning rate takes the place of another machine: the second process continues from the published adapters."""
+    stop, left = threading.Event(), []
+    compare = _TrainerRun._compare_with_published
+
+    def compare_again(self: _TrainerRun) -> int:
+        differing = compare(self)
+        diff = self._publisher.diff
+        left.append((differing, count_changed(diff.changes(self._lockstep.weights()), diff.image)))
+        return differing
+
+    monkeypatch.setattr(_TrainerRun, "save_on_stop", lambda self: None)  # as if it was killed
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, 3)
+        run_trainer(ADAPTERS, coordinator.site(tmp_path), stop=stop)
+        monkeypatch.setattr(_TrainerRun, "_compare_with_published", compare_again)
+        other = ADAPTERS.model_copy(update={"learning_rate": 1.1e-2})
+        run_trainer(other, coordinator.site(tmp_path), stop=threading.Event())
+    assert sorted(coordinator.digests()) == [0, 1, 2, 3, 4], "no version was announced with two digests"
+    ((differing, after),) = left
+    # The float32 scales of A and B may round differently than their product.
+    assert after <= differing / 1000 < differing
+    (again,) = (told.rederived for told in coordinator.announced if told.rederived is not None)
+    assert again.differing_words == differing

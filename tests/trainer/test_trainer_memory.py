@@ -62,7 +62,7 @@ def test_files_in_the_page_cache_count_as_free_memory(monkeypatch: pytest.Monkey
 def test_a_gpu_that_refuses_to_pin_memory_does_not_fail_the_next_kernel(
     refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA reports a refusal once more to whoever launches the next kernel."""
+    """CUDA reports a refusal once more when the next kernel is launched."""
     calls: list[str] = []
 
     class Runtime:

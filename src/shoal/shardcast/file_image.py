@@ -10,6 +10,7 @@ says which 16-bit words of the file changed.
 
 import os
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -96,6 +97,15 @@ class FileImage:
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
             for pieces in threads.map(self._change_range, changes):
                 yield from pieces
+
+    def replace(self, changes: Iterable[ChangedWords]) -> None:
+        """Writes the new words into the image, without a delta."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="image") as threads:
+            deque(threads.map(self._replace_range, changes), maxlen=0)
+
+    def _replace_range(self, change: ChangedWords) -> None:
+        words = self.words[change.start : change.start + RANGE_WORDS]
+        words[slice(None) if change.places is None else change.places] = change.words
 
     def _change_range(self, change: ChangedWords) -> list[bytes]:
         """Changes one range and returns the delta's chunks of it."""

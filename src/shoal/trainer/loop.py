@@ -402,17 +402,24 @@ class _TrainerRun:
         return max((version for version in known if version is not None), default=-1)
 
     def _compare_with_published(self) -> int:
-        """Takes over the published weights where the learner's differ; returns the number of words that did."""
+        """Takes over the published weights or adapters where the learner's differ; returns the number of words that did.
+
+        Adapters stay if the version was sent as words, which do not determine them.
+        """
         diff, version = self._publisher.diff, self._lockstep.learner.version
         differing = count_changed(diff.changes(self._lockstep.weights()), diff.image)
         if differing:
-            goes_on = "the adapters made again" if self._config.lora_rank else "the published weights"
+            adapters = self._publisher.adapters(version) if self._config.lora_rank else []
+            stays = self._config.lora_rank and not adapters
+            goes_on = "the adapters made again" if stays else "the published weights"
             self._log.warning(
                 f"the version made again differs from the published one; training continues from {goes_on}",
                 version=version,
                 differing_words=differing,
             )
-            if not self._config.lora_rank:
+            if adapters:
+                self._lockstep.take_adapters(adapters)
+            elif not stays:
                 self._lockstep.take_weights(diff.published)
         return differing
 

@@ -9,7 +9,7 @@ alone. With a single process nothing is sent, and the calls are the same.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +42,14 @@ from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
 from shoal.trainer.memory import check_memory
 from shoal.trainer.optim.learner import Learner
-from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight, rounded_adapters
+from shoal.trainer.optim.policy import (
+    Causal,
+    adapted_weights,
+    add_adapters,
+    frozen_weight,
+    rounded_adapters,
+    taken_adapters,
+)
 from shoal.trainer.optim.reference import Reference, save_reference
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
@@ -182,19 +189,22 @@ class Lockstep:
         The functions read the learner: call them before the next update. With several ranks each of them gathers one tensor
         from all ranks: call every one once, in the order of their names, before anything else is done with the ranks.
         """
-        trained: dict[str, Tensor] = dict(self.learner.trained_parameters())
-        if self._ranks.size > 1:
-            self._ranks.broadcast(Command(Lockstep._follow_gathering, (), {}))
-            gathered = self._gathered_weights()
-            if not self._config.lora_rank:
-                return gathered
-            trained = {name: value() for name, value in gathered.items()}
         if not self._config.lora_rank:
-            return {name: tensor.detach for name, tensor in trained.items()}
-        self.adapters = rounded_adapters(trained, self._config)
+            if self._ranks.size > 1:
+                self._ranks.broadcast(Command(Lockstep._follow_gathering, (), {}))
+                return self._gathered_weights()
+            return {name: tensor.detach for name, tensor in self.learner.trained_parameters().items()}
+        self.adapters = rounded_adapters(self._whole_trained(), self._config)
         if self._ranks.size == 1:
             return adapted_weights(self.adapters, partial(frozen_weight, self.learner.decoder))
         return adapted_weights(self.adapters, self._frozen_weight)
+
+    def _whole_trained(self) -> dict[str, Tensor]:
+        """Returns the whole values of the adapters' parameters."""
+        if self._ranks.size == 1:
+            return dict(self.learner.trained_parameters())
+        self._ranks.broadcast(Command(Lockstep._follow_gathering, (), {}))
+        return {name: value() for name, value in self._gathered_weights().items()}
 
     def whole_weights(self, sources: Sources) -> Iterator[tuple[str, Tensor]]:
         """Yields every published tensor: those that training changes, and with adapters also all others."""
@@ -212,6 +222,12 @@ class Lockstep:
         assert not self._config.lora_rank, "published weights do not determine the adapters"
         with self._command(Lockstep._take_weights):
             self._take_weights(published)
+
+    def take_adapters(self, published: Sequence[AdapterMatrices]) -> None:
+        """Sets the adapters that, rounded, differ from the published ones to those."""
+        own = taken_adapters(self._whole_trained(), published, self._config)
+        with self._command(Lockstep._set_adapters):
+            self._set_adapters(own)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -358,6 +374,12 @@ class Lockstep:
                 self._ranks.scatter(None if published is None else published(name), wanted)
                 differs = parameter.to(torch.bfloat16) != wanted.to(torch.bfloat16)
                 parameter.copy_(torch.where(differs, wanted, parameter))
+
+    def _set_adapters(self, values: Mapping[str, Tensor] | None = None) -> None:
+        """Receives this rank's shards of the adapters."""
+        self.learner.policy.reshard()
+        for name, parameter in self.learner.trained_parameters().items():
+            self._ranks.scatter(None if values is None else values[name], parameter)
 
     def _wait_for_shards(self) -> None:
         if self._saving is not None:

@@ -11,7 +11,6 @@ follows reads and writes host memory and files with numpy, zstd and BLAKE3, whic
 
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,12 @@ from shoal.model.plain_folder import link_newest
 from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.http_server import authority, listen
-from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
+from shoal.shardcast.adapter_delta import (
+    AdapterMatrices,
+    decode_adapters,
+    encode_adapters,
+    is_adapter_payload,
+)
 from shoal.shardcast.archive import VersionArchive
 from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Signing, publish_image
@@ -37,7 +41,7 @@ from shoal.trainer.io.recalibration import Recalibration
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.wire.keys import Key
 from shoal.wire.ledger import Rederived
-from shoal.wire.manifest import WEIGHTS_FILE, Manifest
+from shoal.wire.manifest import DELTA_SUFFIX, WEIGHTS_FILE, Manifest
 from shoal.wire.messages import Announce, Info, Recorded, StepReport
 from shoal.wire.proof_noise import LaterNoise, NoiseDoubt
 from shoal.wire.record import Sealed
@@ -167,9 +171,10 @@ class Publisher:
         before = first if first is not None else self._store.get(version - 1)
         assert before is not None, f"version {version - 1} is not served"
         image = self.diff.image
-        pieces = image.change(changes)
-        if first is not None:
-            deque(pieces, maxlen=0)  # changes the image
+        if first is None:
+            pieces = image.change(changes)
+        else:
+            image.replace(changes)
             pieces = iter([encode_adapters(adapters, image.num_bytes)])
         with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
             folder = self._new_folder(version)
@@ -186,6 +191,13 @@ class Publisher:
             if version == self._settings.last_version and not (folder / WEIGHTS_FILE).exists():
                 image.write(folder / WEIGHTS_FILE)
         return folder
+
+    def adapters(self, version: int) -> list[AdapterMatrices]:
+        """Returns the adapters that a served version sends; none if it sends words."""
+        payload = self._store.path(version) / (WEIGHTS_FILE + DELTA_SUFFIX)
+        if not payload.is_file() or not is_adapter_payload(payload):
+            return []
+        return decode_adapters(payload.read_bytes(), self.diff.image.num_bytes)
 
     def serve(self, folder: Path, version: int) -> Sealed[Manifest]:
         """Renames the folder that was prepared to its final name and serves it."""

@@ -313,6 +313,29 @@ def rounded_adapters(adapters: Mapping[str, Tensor], config: TrainerConfig) -> l
     return found
 
 
+def taken_adapters(
+    own: Mapping[str, Tensor], published: Sequence[AdapterMatrices], config: TrainerConfig
+) -> dict[str, Tensor]:
+    """Returns the values of adapters' parameters by name: the published ones, or their own where those are rounded alike.
+
+    A published scale is that of the product. A keeps its own scale, which hardly differs, and B gets the rest.
+    """
+    found: dict[str, Tensor] = {}
+    rounded = {one.name: one for one in rounded_adapters(own, config)}
+    for one in published:
+        mine = rounded[one.name]
+        stem = one.name.removesuffix(".weight")
+        names = stem + _A, stem + _B
+        if one.scale == mine.scale and np.array_equal(one.a, mine.a) and np.array_equal(one.b, mine.b):
+            found |= {name: own[name] for name in names}
+            continue
+        a_scale = _round_matrix(own[names[0]])[1] or 1.0
+        b_scale = one.scale / (config.lora_alpha / config.lora_rank * a_scale)
+        for name, values, scale in zip(names, (one.a, one.b), (a_scale, b_scale), strict=True):
+            found[name] = torch.from_numpy(values.astype(np.float64) * scale).float()
+    return found
+
+
 def _round_matrix(matrix: Tensor) -> tuple[npt.NDArray[np.int16], float]:
     exact = matrix.detach().double()
     scale = float(exact.abs().max()) / LEVELS
