@@ -110,24 +110,29 @@ class RowStore:
         """Returns what belongs to (row number, number of tokens) and forgets the rows; None if this rank drew nothing."""
         if self._logprobs_LN is None:
             return None
-        segment, proofs, answers = self.prover.size.segment, [b""] * len(ended), []
+        size, proofs = self.prover.size, [b""] * len(ended)
         lines = [self.lines.pop(number) for number, _ in ended]
         self._free += lines
+        lines_R, longest = np.array(lines, dtype=np.int64), max((count for _, count in ended), default=0)
         if self.proof is not None:
             folded = [self.prover.take_folded(number, count - 1) for number, count in ended]
+            firsts_R = np.array([len(parts) * size.segment for parts in folded], dtype=np.int64)
             rest = [
-                self._states(
-                    np.array([line]), np.array([len(parts) * segment]), count - 1 - len(parts) * segment
-                )[0]
-                for line, parts, (_, count) in zip(lines, folded, ended, strict=True)
+                states_AH[: count - 1 - first]
+                for states_AH, first, (_, count) in zip(
+                    self._states(lines_R, firsts_R, size.kept), firsts_R.tolist(), ended, strict=True
+                )
             ]
             proofs = [
                 b"".join(part.read() for part in parts) + last
                 for parts, last in zip(folded, prove_states(rest, self.proof), strict=True)
             ]
-        for line, proof, (_, count) in zip(lines, proofs, ended, strict=True):
-            answers.append((proof, self._logprobs_LN[line, :count].cpu().numpy().tobytes()))
-        return answers
+        # One copy for all rows: the device does nothing else meanwhile.
+        logprobs_RN = self._logprobs_LN[upload(lines_R, self._logprobs_LN.device), :longest].cpu().numpy()
+        return [
+            (proof, logprobs_N[:count].tobytes())
+            for proof, logprobs_N, (_, count) in zip(proofs, logprobs_RN, ended, strict=True)
+        ]
 
     def forget(self) -> None:
         """Drops all rows."""
