@@ -24,9 +24,11 @@ vLLM finds what an earlier command compiled. Without rows, `--parts plain --base
 """
 
 import argparse
+import ast
 import bisect
 import contextlib
 import gc
+import importlib
 import json
 import shutil
 import statistics
@@ -609,6 +611,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rows-from", type=Path, metavar="FILE", help="rows for parts vllm and plain, of another command"
     )
+    parser.add_argument(
+        "--constant",
+        action="append",
+        default=[],
+        metavar="MODULE.NAME=VALUE",
+        help="changes a constant of src/shoal",
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["engine", "generate"])
     options = parser.parse_args()
     if options.only:
@@ -616,8 +625,20 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def change_constant(change: str) -> None:
+    """Changes a constant for the rest of the run: rollout.engine.step_cuda.BUCKETS=(8,16,32)."""
+    name, _, value = change.partition("=")
+    module_name, _, constant = name.rpartition(".")
+    module = importlib.import_module(f"shoal.{module_name}")
+    if not hasattr(module, constant):
+        raise SystemExit(f"--constant {change}: shoal.{module_name} has no {constant}")
+    setattr(module, constant, ast.literal_eval(value))
+
+
 def main() -> None:
     options = parse()
+    for change in options.constant:
+        change_constant(change)
     if options.threads:
         torch.set_num_threads(options.threads)
     table = Table(options)

@@ -4,7 +4,7 @@
     attend        q/k norm, rotation, write to the cache and attention over it, each row only up to its own length
 
 A first launch computes partial results: rows of one prompt attend together to parts of it, and each row attends to its own new
-tokens, split among a few programs. A second launch merges the partial results.
+tokens in shares, whose number depends on the row's length alone. A second launch merges the partial results.
 
 Values are rounded where the decoder rounds them (elementwise.py).
 """
@@ -28,9 +28,14 @@ PROMPT_PROGRAMS, PROMPT_STAGES = 528, 2
 """Programs for all kv heads, four per multiprocessor; each takes one item after another."""
 ATTEND_WARPS = 4
 OWN_SHARES, OWN_BLOCK = 2, 64
-"""Programs that share a row's new tokens, and tokens that one loads together. They alternate, so that the order of sums does not
-depend on the number of tokens. The step lasts as long as its longest row."""
+"""Shares of a row's new tokens, and tokens that are loaded together. Shares alternate, so that the order of sums does not depend on
+the number of tokens. The step lasts as long as its longest row."""
 OWN_STAGES = 3
+LONG_ROW, LONG_SHARES = 4096, 8
+"""A row with more new tokens than this has so many shares."""
+FEW_PROGRAMS = 264
+"""Each share of a long row has a program of its own in steps that else had at most this many programs, two per multiprocessor.
+Otherwise a program computes several shares, in turn. The results are the same bits."""
 MERGE_PARTS, MERGE_WARPS = 8, 2
 """Partial results that are merged at once."""
 FLOAT32_DOT = "tf32x3"
@@ -66,34 +71,17 @@ def max_registers(shape: Shape) -> int:
 
 @triton.jit
 def _attend_blocks(
-    q,
-    top,
-    total,
-    mixed,
-    keys,
-    values,
-    blocks,
-    block_stride,
-    begin,
-    end,
-    scale,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
-    STEP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, top, total, mixed, keys, values, blocks, block_stride, begin, end, scale, stride, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Attends to BLOCK_N cached positions every STRIDE, and updates the highest score, sum of weights and mixed values.
+):  # fmt: skip
+    """Attends to BLOCK_N cached positions every `stride`, and updates the highest score, sum of weights and mixed values.
 
     PAGED: positions are in cache blocks of PAGE, whose numbers are in `blocks`; otherwise they follow one another.
     """
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
-    for start in tl.range(begin, end, STRIDE, num_stages=STAGES):
+    for start in tl.range(begin, end, stride, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         seen = n < end
         in_nd = seen[:, None] & in_d[None, :]
@@ -118,15 +106,8 @@ def _attend_blocks(
 
 @triton.jit
 def _load_rotated(
-    heads,
-    turn,
-    norm,
-    inside,
-    eps,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QK_NORM: tl.constexpr,
-):
+    heads, turn, norm, inside, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
     """Loads heads, one per row, and applies norm and rotation. `turn`: where the cosines of each begin."""
     dtype = heads.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
@@ -143,6 +124,64 @@ def _load_rotated(
         x = normed(x, scale, weight, dtype)
         swapped = normed(swapped, scale, weight_swapped, dtype)
     return rotated(x, swapped, cos, sin, dtype)
+
+
+@triton.jit
+def _shares_of(own, SHARES: tl.constexpr, LONG: tl.constexpr, MOST_SHARES: tl.constexpr):
+    """Returns into how many shares the `own` new tokens of a row are divided."""
+    if MOST_SHARES == SHARES:
+        return SHARES
+    return tl.where(own > LONG, MOST_SHARES, SHARES)
+
+
+@triton.jit
+def _attend_share(
+    share, num_shares, row, head, position, own, qkv, rope, table, blocks, num_slots, max_blocks, keys, values, tops, totals,
+    mixes, q_norm, k_norm, block_stride, scale, eps, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, OWN_N: tl.constexpr,
+    OWN_S: tl.constexpr, QK_NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attends from one row to one share of its `own` new tokens; the first share also stores the newest key and value."""
+    group: tl.constexpr = NUM_HEADS // NUM_KV
+    step: tl.constexpr = NUM_KV * D
+    line: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
+    if (share == 0) | (share * OWN_N < own):
+        d = tl.arange(0, BLOCK_D)
+        in_d = d < D
+        g = tl.arange(0, BLOCK_G)
+        in_gd = (g < group)[:, None] & in_d[None, :]
+        heads = qkv + row * line + (head * group + g)[:, None] * D
+        turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
+        q = _load_rotated(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
+        mine_b = blocks + row * max_blocks
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if share == 0:
+            # The new token's key and value are still in registers; memory holds those of earlier steps.
+            mine = tl.zeros([1, 1], tl.int32)
+            k_at = qkv + row * line + (NUM_HEADS + head) * D
+            in_1d = in_d[None, :]
+            k = _load_rotated(
+                k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
+            )
+            v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
+            # Blocks of a row that has ended may belong to another row already.
+            runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
+            to_1 = tl.load(mine_b + own // PAGE) * block_stride + (own % PAGE) * step + head * D
+            tl.store(keys + to_1 + d[None, :], k, mask=runs)
+            tl.store(values + to_1 + d[None, :], v, mask=runs)
+            top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+            total = tl.full([BLOCK_G], 1.0, tl.float32)
+            mixed = mixed + v.to(tl.float32)
+        top, total, mixed = _attend_blocks(
+            q, top, total, mixed, keys + head * D, values + head * D, mine_b, block_stride, share * OWN_N, own, scale,
+            OWN_N * num_shares, True, PAGE, step, D, BLOCK_D, OWN_N, OWN_S, PRECISION,
+        )  # fmt: skip
+        to = (row * NUM_HEADS + head * group + g) * PARTS + share
+        tl.store(tops + to, top, mask=g < group)
+        tl.store(totals + to, total, mask=g < group)
+        tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_gd)
 
 
 @triton.jit
@@ -173,7 +212,10 @@ def _attend_parts(
     D: tl.constexpr,
     PARTS: tl.constexpr,
     SHARES: tl.constexpr,
+    LONG: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -185,8 +227,8 @@ def _attend_parts(
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes partial attention. The first `num_own` programs attend from one row to their share of its new tokens; they come
-    first because the longest rows take longest. The others attend from a few rows of one prompt to a part of it, with the queries
+    """Computes partial attention. The first `num_own` programs, PROGRAMS for each row, attend from it to shares of its new tokens;
+    they come first because the longest rows take longest. The others attend from a few rows of one prompt to a part of it, with the queries
     of all these rows in one product."""
     # Heads vary fastest: those of a row are adjacent in memory, and new tokens come first for all heads.
     program = tl.program_id(0) // NUM_KV
@@ -218,53 +260,31 @@ def _attend_parts(
             mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
             top, total, mixed = _attend_blocks(
                 q, top, total, mixed, keys + at, values + at, blocks, block_stride, 0, num, scale,
-                False, PAGE, step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
+                PROMPT_N, False, PAGE, step, D, BLOCK_D, PROMPT_N, PROMPT_S, PRECISION,
             )  # fmt: skip
-            to = (rows * NUM_HEADS + head * group + i % group) * PARTS + SHARES + begin // SPLIT
+            to = (rows * NUM_HEADS + head * group + i % group) * PARTS + MOST_SHARES + begin // SPLIT
             tl.store(tops + to, top, mask=in_q)
             tl.store(totals + to, total, mask=in_q)
             tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_qd)
     else:
-        row = (program // SHARES).to(tl.int64)
-        share = program % SHARES
+        row = (program // PROGRAMS).to(tl.int64)
         position = tl.load(table + row)
         # An ended row has position 0 and attends to nothing.
         own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
-        if (share == 0) | (share * OWN_N < own):
-            g = tl.arange(0, BLOCK_G)
-            in_gd = (g < group)[:, None] & in_d[None, :]
-            heads = qkv + row * line + (head * group + g)[:, None] * D
-            turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
-            q = _load_rotated(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
-            mine_b = blocks + row * max_blocks
-            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_G], tl.float32)
-            mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            if share == 0:
-                # The new token's key and value are still in registers; memory holds those of earlier steps.
-                mine = tl.zeros([1, 1], tl.int32)
-                k_at = qkv + row * line + (NUM_HEADS + head) * D
-                in_1d = in_d[None, :]
-                k = _load_rotated(
-                    k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
-                )
-                v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
-                # Blocks of a row that has ended may belong to another row already.
-                runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
-                to_1 = tl.load(mine_b + own // PAGE) * block_stride + (own % PAGE) * step + head * D
-                tl.store(keys + to_1 + d[None, :], k, mask=runs)
-                tl.store(values + to_1 + d[None, :], v, mask=runs)
-                top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
-                total = tl.full([BLOCK_G], 1.0, tl.float32)
-                mixed = mixed + v.to(tl.float32)
-            top, total, mixed = _attend_blocks(
-                q, top, total, mixed, keys + head * D, values + head * D, mine_b, block_stride, share * OWN_N, own, scale,
-                True, PAGE, step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
+        num_shares = _shares_of(own, SHARES, LONG, MOST_SHARES)
+        if MOST_SHARES == SHARES:
+            _attend_share(
+                program % PROGRAMS, num_shares, row, head, position, own, qkv, rope, table, blocks, num_slots, max_blocks,
+                keys, values, tops, totals, mixes, q_norm, k_norm, block_stride, scale, eps,
+                NUM_HEADS, NUM_KV, D, PARTS, PAGE, BLOCK_G, BLOCK_D, OWN_N, OWN_S, QK_NORM, PRECISION,
             )  # fmt: skip
-            to = (row * NUM_HEADS + head * group + g) * PARTS + share
-            tl.store(tops + to, top, mask=g < group)
-            tl.store(totals + to, total, mask=g < group)
-            tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_gd)
+        else:
+            for share in range(program % PROGRAMS, num_shares, PROGRAMS):
+                _attend_share(
+                    share, num_shares, row, head, position, own, qkv, rope, table, blocks, num_slots, max_blocks,
+                    keys, values, tops, totals, mixes, q_norm, k_norm, block_stride, scale, eps,
+                    NUM_HEADS, NUM_KV, D, PARTS, PAGE, BLOCK_G, BLOCK_D, OWN_N, OWN_S, QK_NORM, PRECISION,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -319,6 +339,8 @@ def _merge(
     D: tl.constexpr,
     PARTS: tl.constexpr,
     SHARES: tl.constexpr,
+    LONG: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
     OWN_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -332,7 +354,8 @@ def _merge(
     position = tl.load(table + row)
     prompt_len = tl.minimum(tl.load(table + 5 * num_slots + row), position)
     own = position - prompt_len
-    num_parts = SHARES + tl.cdiv(prompt_len, SPLIT)
+    num_shares = _shares_of(own, SHARES, LONG, MOST_SHARES)
+    num_parts = num_shares + tl.cdiv(prompt_len, SPLIT)
     d = tl.arange(0, BLOCK_D)
     h = tl.arange(0, BLOCK_H)
     in_h = h < group
@@ -342,9 +365,10 @@ def _merge(
     # Several at once: the kernel's time is spent waiting for loads.
     for start in range(0, num_parts, AT_ONCE):
         p = start + tl.arange(0, AT_ONCE)
-        there = (p < num_parts) & ((p == 0) | (p >= SHARES) | (p * OWN_N < own))
+        there = (p < num_parts) & ((p == 0) | (p >= num_shares) | (p * OWN_N < own))
         in_hp = in_h[:, None] & there[None, :]
-        at = (row * NUM_HEADS + head * group + h)[:, None] * PARTS + p[None, :]
+        place = p if MOST_SHARES == SHARES else tl.where(p < num_shares, p, p - num_shares + MOST_SHARES)
+        at = (row * NUM_HEADS + head * group + h)[:, None] * PARTS + place[None, :]
         part_tops = tl.load(tops + at, mask=in_hp, other=float("-inf"))
         part_totals = tl.load(totals + at, mask=in_hp, other=0.0)
         in_hpd = in_hp[:, :, None] & (d < D)[None, None, :]
@@ -379,7 +403,9 @@ def attend(
     """
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
-    parts = OWN_SHARES + triton.cdiv(prompt_positions, PROMPT_SPLIT)
+    most_shares = LONG_SHARES if rows.blocks_SB.shape[1] * cache[0].shape[1] > LONG_ROW else OWN_SHARES
+    programs_per_row = most_shares if num_rows * OWN_SHARES * kv_heads <= FEW_PROGRAMS else OWN_SHARES
+    parts = most_shares + triton.cdiv(prompt_positions, PROMPT_SPLIT)
     tops, totals = (qkv_BQ.new_empty(num_rows, heads, parts, dtype=torch.float32) for _ in range(2))
     mixes = qkv_BQ.new_empty(num_rows, heads, parts, shape.head_dim, dtype=torch.float32)
     out_BQ = qkv_BQ.new_empty(num_rows, heads * shape.head_dim)
@@ -389,6 +415,8 @@ def attend(
         "D": shape.head_dim,
         "PARTS": parts,
         "SHARES": OWN_SHARES,
+        "LONG": LONG_ROW,
+        "MOST_SHARES": most_shares,
         "SPLIT": PROMPT_SPLIT,
         "OWN_N": OWN_BLOCK,
     }
@@ -413,7 +441,7 @@ def attend(
             num_warps=ATTEND_WARPS,  # as in _attend_parts, whose norm then sums in the same order
         )
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
-    num_own = num_rows * OWN_SHARES
+    num_own = num_rows * programs_per_row
     _attend_parts[((num_own + programs) * kv_heads,)](
         qkv_BQ,
         rope_PE,
@@ -435,6 +463,7 @@ def attend(
         cache[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
+        PROGRAMS=programs_per_row,
         PAGE=cache[0].shape[1],
         BLOCK_Q=max(16, triton.next_power_of_2(rows_per_item(shape) * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # tl.dot needs at least 16 rows

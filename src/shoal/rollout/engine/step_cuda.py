@@ -29,7 +29,7 @@ from shoal.rollout.engine.kv_slots import BlockCache, Draws, KVSlots, SlotField
 from shoal.rollout.engine.prompt_cache import PromptBatch
 from shoal.rollout.engine.scheduler import Admission
 
-BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Rows of one graph. Between two buckets the time of a step hardly changes."""
 VIRTUAL_TOKENS = 2
 """Tokens of a row of the virtual step: the fed one counts as its first, and it draws the second."""

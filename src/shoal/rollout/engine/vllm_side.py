@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from shoal.model.packed_prefill import upload
 from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.rollout.engine.proofs import Prover, prove_states
@@ -109,24 +110,29 @@ class RowStore:
         """Returns what belongs to (row number, number of tokens) and forgets the rows; None if this rank drew nothing."""
         if self._logprobs_LN is None:
             return None
-        segment, proofs, answers = self.prover.size.segment, [b""] * len(ended), []
+        size, proofs = self.prover.size, [b""] * len(ended)
         lines = [self.lines.pop(number) for number, _ in ended]
         self._free += lines
+        lines_R, longest = np.array(lines, dtype=np.int64), max((count for _, count in ended), default=0)
         if self.proof is not None:
             folded = [self.prover.take_folded(number, count - 1) for number, count in ended]
+            firsts_R = np.array([len(parts) * size.segment for parts in folded], dtype=np.int64)
             rest = [
-                self._states(
-                    np.array([line]), np.array([len(parts) * segment]), count - 1 - len(parts) * segment
-                )[0]
-                for line, parts, (_, count) in zip(lines, folded, ended, strict=True)
+                states_AH[: count - 1 - first]
+                for states_AH, first, (_, count) in zip(
+                    self._states(lines_R, firsts_R, size.kept), firsts_R.tolist(), ended, strict=True
+                )
             ]
             proofs = [
                 b"".join(part.read() for part in parts) + last
                 for parts, last in zip(folded, prove_states(rest, self.proof), strict=True)
             ]
-        for line, proof, (_, count) in zip(lines, proofs, ended, strict=True):
-            answers.append((proof, self._logprobs_LN[line, :count].cpu().numpy().tobytes()))
-        return answers
+        # One copy for all rows: the device does nothing else meanwhile.
+        logprobs_RN = self._logprobs_LN[upload(lines_R, self._logprobs_LN.device), :longest].cpu().numpy()
+        return [
+            (proof, logprobs_N[:count].tobytes())
+            for proof, logprobs_N, (_, count) in zip(proofs, logprobs_RN, ended, strict=True)
+        ]
 
     def forget(self) -> None:
         """Drops all rows."""
@@ -138,10 +144,9 @@ class RowStore:
         """Returns `count` states of each row, from that of new token `firsts_R` on."""
         assert self._ring_LAH is not None, "a step stored states"
         places_RT = (firsts_R[:, None] + np.arange(count)) % self.prover.size.kept
-        device = self._ring_LAH.device
-        return self._ring_LAH[
-            torch.from_numpy(lines_R)[:, None].to(device), torch.from_numpy(places_RT).to(device)
-        ]
+        lines_R1 = np.broadcast_to(lines_R[:, None], places_RT.shape)
+        at_2RT = upload(np.stack((lines_R1, places_RT)), self._ring_LAH.device)
+        return self._ring_LAH[at_2RT[0], at_2RT[1]]
 
 
 def _grown(old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -209,8 +214,8 @@ class VllmBatch:
         if self._outputs is None:
             self._outputs = [self._rows[place].outputs for place in range(len(self))]
             # float32 as in TorchEngine: with float64 the softmax would be float64, and other log-probs would come out.
-            self.temperatures_R = torch.from_numpy(self.column("temperature").copy()).to(self._device)
-            self.lines_R = torch.from_numpy(self.column("line").copy()).to(self._device)
+            self.temperatures_R = upload(self.column("temperature").copy(), self._device)
+            self.lines_R = upload(self.column("line").copy(), self._device)
             self.places_R = torch.arange(len(self), device=self._device)
 
     def counts(self) -> Ints:
@@ -255,10 +260,11 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
             )
         batch.upload()
         counts = batch.counts()
-        uniforms_R = torch.from_numpy(uniforms(batch.column("seed"), counts.astype(np.uint64)))
-        tokens_R, logprobs_R = draw_tokens(
-            logits_BV, batch.temperatures_R, uniforms_R.to(self._device, non_blocking=True)
-        )
+        points = uniforms(batch.column("seed"), counts.astype(np.uint64))
+        # One copy, from pinned memory: from pageable memory the host would wait for the step that is being computed.
+        numbers_2R = upload(np.stack((counts, points.view(np.int64))), self._device)
+        counts_R, uniforms_R = numbers_2R[0], numbers_2R[1].view(torch.float64)
+        tokens_R, logprobs_R = draw_tokens(logits_BV, batch.temperatures_R, uniforms_R)
         # A row that was preempted may have missed every fold: its buffer of states must not overflow.
         must_fold = batch.resumed or self._num_steps % _STORE.prover.size.steps == 0
         batch.resumed = False
@@ -268,7 +274,6 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
             # one fold longer than its answer.
             tokens_R[stopped] = min(_STORE.tokenizer.end_tokens)
         logits_BV[batch.places_R, tokens_R] = float("inf")
-        counts_R = torch.from_numpy(counts).to(self._device, non_blocking=True)
         _STORE.store(batch.lines_R, counts_R, states_BH, logprobs_R, longest=int(counts.max()))
         if must_fold:
             _STORE.fold(batch.column("number"), batch.column("line"), counts)
