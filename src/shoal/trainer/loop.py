@@ -225,6 +225,10 @@ class _TrainerRun:
         if checkpoint is None:
             self._begin()
             self._catch_up(None)
+            if (
+                self._checkpoints.covered is None
+            ):  # nobody has to wait for it: the model gives the same version 0 again
+                self._start_checkpoint(self._newest_report)
             return
         self._create_sites()
         self._lockstep.load_checkpoint(checkpoint)
@@ -343,7 +347,7 @@ class _TrainerRun:
     # -- the beginning ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Makes version 0 and its checkpoint. Supervised steps are not made again after a crash, so it waits for theirs."""
+        """Makes version 0, with its checkpoint after supervised steps, which are not made again after a crash."""
         self._lockstep.check_beginning(self._newest_published())
         data = self._site.folder / "data"
         digests = run_digests(self._spec, to_grade=False)
@@ -359,8 +363,6 @@ class _TrainerRun:
         self._metrics.write("begun", version=0, parameters=parameters)
         if self._config.supervised_steps or self._sites is not None:
             self._save()
-        else:  # beside its publication: the model gives the same version 0 again
-            self._start_checkpoint(None)
 
     def _catch_up(self, report: StepReport | None) -> None:
         """Brings the learner to the newest published version and announces that; publishes the learner's version if it is newer.
