@@ -13,7 +13,8 @@ A check is everything after reading the file: one prefill, every proof, every lo
 those of one. `prefill`, `proofs` and `tokens` are the parts of a check, measured separately: in a check the device works on one batch
 while the host reads the results of the one before. `floor` is the time of the check's matrix products and attention at the device's
 full speed (--peak, FLOP/s). `no proofs` is generation without proofs: the difference is the cost of building them. Rows rarely end
-before the length limit, because the prompts are random tokens.
+before the length limit, because the prompts are random tokens. `--no-file` draws the weights of a shape on the device, once for
+engine and check, for models that are larger than the disk.
 """
 
 import argparse
@@ -33,9 +34,12 @@ import torch
 
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.files import free_memory_bytes
+from shoal.model import packed_prefill
+from shoal.model.decoder import Decoder
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import load_tokenizer
+from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
@@ -238,9 +242,17 @@ def measure_all(options: argparse.Namespace, engines: list[TorchEngine], policy:
 
 
 @contextlib.contextmanager
-def folder_of(model: str, device: str) -> Iterator[Path]:
-    from engine import SHAPES, write_model  # bench/engine.py
+def folder_of(model: str, device: str, *, no_file: bool) -> Iterator[Path]:
+    from engine import SHAPES, random_decoder, write_config, write_model  # bench/engine.py
 
+    if no_file:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(torch_engine, "load_decoder", random_decoder),
+        ):
+            write_config(Path(folder), model)
+            yield Path(folder)
+        return
     if model not in SHAPES or Path(model).is_dir():
         with model_folder(model) as folder:
             yield folder
@@ -248,6 +260,14 @@ def folder_of(model: str, device: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model", model, 0, device)
         yield Path(folder) / "model"
+
+
+def decoder_of(options: argparse.Namespace, engine: TorchEngine, folder: Path) -> Decoder:
+    if not options.no_file:
+        return load_decoder(folder, DTYPES[options.dtype], options.device)
+    model = engine._loaded()
+    packed_prefill._FUSED[model.decoder] = model.weights  # fusing them again would copy them
+    return model.decoder
 
 
 def main() -> None:
@@ -278,10 +298,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="skip sizes that would start later than this"
     )
+    parser.add_argument("--no-file", action="store_true", help="draw a shape's weights on the device")
     options = parser.parse_args()
-    with folder_of(options.model, options.device) as folder:
-        decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
-        policy = LoadedPolicy(0, decoder, load_tokenizer(folder), options.batch_tokens)
+    with folder_of(options.model, options.device, no_file=options.no_file) as folder:
         engines = [
             TorchEngine(
                 compute_dtype=options.dtype, proof=proof, max_rows=max(options.rows), device=options.device
@@ -290,6 +309,8 @@ def main() -> None:
         ]
         for engine in engines:
             engine.load(folder, 0)
+        decoder = decoder_of(options, engines[0], folder)
+        policy = LoadedPolicy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         print(
             f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens, "
             f"{options.samples} rows of each"

@@ -63,6 +63,7 @@ from shoal.swarm.validator.recompute import RowsToCheck, SamplingTerms, recomput
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.toploc.decision import (
     CERTAIN,
+    MARGIN,
     OUTLIER,
     STATISTICS,
     Unit,
@@ -396,7 +397,7 @@ def prompt_sums(
             of = found.setdefault((number, prompt), np.zeros(4))
             if units and calibrated:
                 of += (
-                    sum(unit.value - calibrated.moments(unit.size).mean for unit in units),
+                    sum(unit.value - (1 + MARGIN) * calibrated.moments(unit.size).mean for unit in units),
                     sum(calibrated.variance(unit.size) for unit in units),
                     len(units),
                     1,

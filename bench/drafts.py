@@ -144,8 +144,8 @@ def main() -> None:
         }
         engine = TorchEngine(**common, draft=DraftSettings(source=source, rows=max(options.rows)))
         engine.load(folder, 0)
-        for rows in (0, 8):
-            measure(engine, make_requests(engine, "math", 2, options)[:2], rows)  # the first steps compile
+        for rows in (0, max(options.rows)):  # compiles, and captures the graphs of the most rows
+            measure(engine, make_requests(engine, "math", max(options.rows), options), rows)
         print(
             "| prompts | rows | tokens | drafts right | tokens per verification | tok/s without | tok/s with | ratio |\n"
             "|---|---|---|---|---|---|---|---|"

@@ -16,10 +16,15 @@ generate (transformers in static batches), continuous (its continuous batching),
 installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md), plain (vLLM's own
 `LLM.generate`, with the drawn tokens' log-probs). After part `engine`, `vllm` and `plain` generate all of its rows with the same
 numbers of tokens. `apart` is short for `--parts apart`: how far two computations of the same rows are from each other. `--no-file` draws random weights on the device instead of reading a file, for
-models that are larger than the disk; each part has weights of its own then, so it is for speed only.
+models that are larger than the disk; vLLM has weights of its own then, so it is for speed only.
+
+The engines can run in commands of their own, so that one that fails costs only its own part: `--save-rows FILE` writes the rows of part
+`engine`, and `--rows-from FILE` has parts `vllm` and `plain` of a later command generate them. With the same `--folder`, --cap and prompts
+vLLM finds what an earlier command compiled. Without rows, `--parts plain --baseline-tokens 4` only compiles.
 """
 
 import argparse
+import bisect
 import contextlib
 import gc
 import json
@@ -50,6 +55,8 @@ from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
+from shoal.rollout.engine.scheduler import cache_size_for
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.run_spec import ProofSpec
@@ -92,8 +99,9 @@ def fill(decoder: Decoder) -> None:
 
 
 def random_decoder(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """Takes the place of `load_decoder`: draws the weights on the device."""
+    """Takes the place of `load_decoder`: draws the same weights each time, on the device."""
     decoder = empty_decoder(read_shape(folder), dtype, device)
+    torch.manual_seed(0)
     fill(decoder)
     return decoder
 
@@ -177,13 +185,42 @@ def make_engine(
     return engine
 
 
-def drain(engine: TorchEngine, requests: Sequence[GenerationRequest]) -> tuple[list[FinishedRow], int]:
+class StepTimes:
+    """Counts steps and their seconds by the number of rows that run."""
+
+    ROWS = (8, 16, 32, 64, 128, 256, 512)
+
+    def __init__(self) -> None:
+        self._num, self._seconds = [0] * (1 + len(self.ROWS)), [0.0] * (1 + len(self.ROWS))
+
+    def add(self, num_running: int, seconds: float) -> None:
+        place = bisect.bisect_left(self.ROWS, num_running)
+        self._num[place] += 1
+        self._seconds[place] += seconds
+
+    def __str__(self) -> str:
+        names = [f"to {rows}" for rows in self.ROWS] + ["more"]
+        return "; ".join(
+            f"{name}: {num:,} x {spent_s / num * 1e3:.2f} ms"
+            for name, num, spent_s in zip(names, self._num, self._seconds, strict=True)
+            if num
+        )
+
+
+def drain(
+    engine: TorchEngine, requests: Sequence[GenerationRequest], times: StepTimes | None = None
+) -> tuple[list[FinishedRow], int]:
     engine.submit(requests)
     finished: list[FinishedRow] = []
     steps = 0
+    began_s = time.perf_counter()
     while engine.has_work:
         finished += engine.step()
         steps += 1
+        if times is not None:
+            now_s = time.perf_counter()
+            times.add(engine._scheduler.num_running, now_s - began_s)
+            began_s = now_s
     return finished, steps
 
 
@@ -221,6 +258,7 @@ class Pass(NamedTuple):
     seconds: float
     cpu_seconds: float
     moved_bytes: float
+    times: str
 
 
 class Table:
@@ -239,6 +277,8 @@ class Table:
         """The engine's own result on the rivals' rows, once measured."""
         self.rows: list[GenerationRequest] = []
         """The rows of part `engine`, each with as many tokens as it got there; for parts `vllm` and `plain`."""
+        self.longest = 0
+        """Tokens of the longest prompt and --cap; the same for all rows made by these options."""
 
     def rival(self, what: str, tokens: int, spent: rivals.Spent, notes: str) -> None:
         if self.ours is not None:
@@ -260,12 +300,13 @@ def one_pass(
     options: argparse.Namespace, engine: TorchEngine, requests: Sequence[GenerationRequest], shape: Shape
 ) -> Pass:
     cpu_s = time.process_time()
-    seconds, result = timed(options.device, lambda: drain(engine, requests))
+    times = StepTimes()
+    seconds, result = timed(options.device, lambda: drain(engine, requests, times))
     finished, steps = result
     assert len(finished) == len(requests)
     moved = bytes_moved(shape, finished, steps, DTYPES[options.dtype].itemsize)
     tokens = sum(len(row.output_tokens) for row in finished)
-    return Pass(finished, tokens, steps, seconds, time.process_time() - cpu_s, moved)
+    return Pass(finished, tokens, steps, seconds, time.process_time() - cpu_s, moved, str(times))
 
 
 def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> None:
@@ -275,10 +316,13 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
     few = [replace(request, max_new_tokens=4) for request in requests[: options.rows]]
     kinds = (True,) if options.proofs_only else (False, True)
     engines = {proofs: make_engine(options, folder, proofs=proofs) for proofs in kinds}
+    prefill = PREFILL_SIZES[options.device]
+    size = cache_size_for(
+        requests, min(options.rows, len(requests)), computed_prompts=prefill.batches * prefill.prompts
+    )
     for engine in engines.values():
-        drain(
-            engine, [*few, replace(requests[0], max_new_tokens=options.cap)]
-        )  # compiles kernels, captures graphs, allocates slots
+        engine._cache_size = size  # allocates slots for the longest row, without generating it
+        drain(engine, few)  # compiles kernels, captures graphs
         if options.device == "cuda":
             short = [replace(row, max_new_tokens=min(row.max_new_tokens, 128)) for row in requests[:2048]]
             drain(engine, short)  # the caching allocators have seen every size
@@ -304,6 +348,9 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
     if options.device == "cuda":
         notes += f"; {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most"
     table.line("  the fastest with proofs", run.tokens / run.seconds, notes)
+    table.line("  its steps by running rows", None, run.times)
+    if options.save_rows:
+        save_rows(options, run, table.rows)
     if options.proofs_only:
         return
     pairs = list(zip(passes[False], passes[True], strict=True))
@@ -315,6 +362,36 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
         f"time {', '.join(f'{cost:+.1%}' for cost in wall)}: median {statistics.median(wall):+.1%}; "
         f"CPU time {', '.join(f'{cost:+.1%}' for cost in cpu)}: median {statistics.median(cpu):+.1%}",
     )
+
+
+ROW_OPTIONS = ("shape", "model", "questions", "prompts", "samples", "prompt_min", "prompt_max", "cap")
+"""Options that rows follow from."""
+
+
+def row_options(options: argparse.Namespace) -> dict[str, str]:
+    return {name: str(getattr(options, name)) for name in ROW_OPTIONS}
+
+
+def save_rows(options: argparse.Namespace, run: Pass, rows: Sequence[GenerationRequest]) -> None:
+    """Writes how many tokens each row got, and what the run took."""
+    spent = {"tokens": run.tokens, "seconds": run.seconds, "cpu_seconds": run.cpu_seconds}
+    counts = [row.max_new_tokens for row in rows]
+    options.save_rows.write_text(
+        json.dumps({"options": row_options(options), "run": spent, "counts": counts})
+    )
+
+
+def read_rows(options: argparse.Namespace, vocab: int, table: Table) -> None:
+    """Reads the rows that another command saved. Raises SystemExit if it made other rows."""
+    saved = json.loads(options.rows_from.read_text())
+    if saved["options"] != row_options(options):
+        raise SystemExit(f"{options.rows_from} has rows of {saved['options']}, not {row_options(options)}")
+    table.rows = [
+        replace(request, max_new_tokens=count)
+        for request, count in zip(make_requests(options, vocab), saved["counts"], strict=True)
+    ]
+    run = saved["run"]
+    table.ours = Pass([], run["tokens"], 0, run["seconds"], run["cpu_seconds"], 0.0, "")
 
 
 def bench_alike(options: argparse.Namespace, folder: Path, table: Table) -> None:
@@ -523,7 +600,14 @@ def parse() -> argparse.Namespace:
         "--no-file", action="store_true", help="draw random weights on the device; nothing is written"
     )
     parser.add_argument(
-        "--vllm-memory", type=float, default=0.9, help="share of the device's memory for part plain"
+        "--vllm-memory", type=float, default=0.9, help="share of the device's memory for parts vllm and plain"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the model is written, instead of a temporary folder"
+    )
+    parser.add_argument("--save-rows", type=Path, metavar="FILE", help="written by part engine")
+    parser.add_argument(
+        "--rows-from", type=Path, metavar="FILE", help="rows for parts vllm and plain, of another command"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["engine", "generate"])
     options = parser.parse_args()
@@ -550,15 +634,20 @@ def main() -> None:
         "plain": rivals.bench_plain,
     }
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
         if options.model:
-            shutil.copytree(options.model, folder)
+            shutil.copytree(options.model, folder, dirs_exist_ok=True)
         elif options.no_file:
             write_config(folder, options.shape)
             stack.enter_context(mock.patch.object(torch_engine, "load_decoder", random_decoder))
         else:
             write_model(folder, options.shape, 0, options.device)
-        requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
+        vocab = read_shape(folder).vocab_size
+        requests = make_requests(options, vocab)
+        table.longest = max(len(request.prompt_tokens) for request in requests) + options.cap
+        requests = requests[: options.rows]
+        if options.rows_from:
+            read_rows(options, vocab, table)
         for part in options.parts:
             if part not in RIVALS:
                 benches[part](options, folder, table)

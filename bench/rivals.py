@@ -1,12 +1,14 @@
 """The other engines of bench/engine.py on the same prompts: transformers, twice, llama.cpp and vLLM."""
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ class Spent(NamedTuple):
 
 class Lines(Protocol):
     rows: list[GenerationRequest]
+    longest: int
 
     def rival(self, what: str, tokens: int, spent: Spent, notes: str) -> None: ...
 
@@ -186,11 +189,17 @@ def bench_vllm(
     """vLLM behind our interface: it draws as we do, and proves what it has drawn."""
     from shoal.rollout.engine.vllm_engine import VllmEngine
 
+    started_s = time.perf_counter()
     engine = VllmEngine(
         compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.rows, device=options.device
     )
-    engine.load(folder, 0)
-
+    with contextlib.ExitStack() as stack:
+        if options.device == "cuda":
+            engine._options["gpu_memory_utilization"] = options.vllm_memory
+        if options.no_file:
+            stack.enter_context(_dummy_weights())
+        engine.load(folder, 0)
+    print(f"VllmEngine: start {time.perf_counter() - started_s:.1f} s", flush=True)
     rows = table.rows or _alike(options, requests)
 
     def run(rows: Sequence[GenerationRequest]) -> int:
@@ -203,11 +212,27 @@ def bench_vllm(
     run([replace(request, max_new_tokens=4) for request in requests])
     passes = []
     for version in range(options.repeats):
-        engine.load(folder, 1 + version)  # or it would remember the prompts of the pass before
+        if options.no_file:
+            engine._model().vllm.reset_prefix_cache()
+        else:
+            engine.load(folder, 1 + version)  # or it would remember the prompts of the pass before
         passes.append(spend(options.device, lambda: run(rows)))
     spent, tokens = min(passes)
     assert isinstance(tokens, int)
     table.rival(f"VllmEngine, {len(rows)} rows", tokens, spent, "prompts computed once, proofs on")
+
+
+@contextlib.contextmanager
+def _dummy_weights() -> Iterator[None]:
+    """Has VllmEngine start with vLLM's random weights instead of a file's."""
+    import vllm
+
+    def arguments(**settings: Any) -> Any:
+        return make(**settings | {"load_format": "dummy"})
+
+    make = vllm.EngineArgs
+    with mock.patch.object(vllm, "EngineArgs", arguments):
+        yield
 
 
 def _alike(options: argparse.Namespace, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
@@ -221,12 +246,12 @@ def bench_plain(
     from vllm import LLM, SamplingParams
 
     rows = table.rows or _alike(options, requests)
-    longest = max(len(row.prompt_tokens) + row.max_new_tokens for row in rows)
+    started_s = time.perf_counter()
     engine = LLM(
         model=str(folder),
         dtype=options.dtype,
         max_num_seqs=options.rows,
-        max_model_len=longest,
+        max_model_len=table.longest,
         gpu_memory_utilization=options.vllm_memory,
         skip_tokenizer_init=True,
         trust_remote_code=False,
@@ -244,6 +269,7 @@ def bench_plain(
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0,
+                flat_logprobs=True,  # the faster of vLLM's two forms
             )
             for row in rows
         ]
@@ -251,6 +277,7 @@ def bench_plain(
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     run([replace(request, max_new_tokens=4) for request in rows[:64]])
+    print(f"plain vLLM: start {time.perf_counter() - started_s:.1f} s", flush=True)
     passes = []
     for _ in range(options.repeats):
         engine.reset_prefix_cache()

@@ -2,11 +2,12 @@
 
     python bench/step.py --shape toy --tokens 512                                         a quick test on any machine
     python bench/step.py --device cuda --shape 0.5B --tokens 32768 --steps 12
-    python bench/step.py --device cuda --shape 7B --tokens 65536 --micro-tokens 16384 --recompute --states int8 --steps 3
+    python bench/step.py --device cuda --shape 7B --tokens 65536 --micro-tokens 16384 --recompute --states int8 --warm 1 --steps 3 --plain 1
                                                                                           one H200, random weights, 110 GB
 
-Trains `--steps` versions without publication, then as many with it (the trainer's own Publisher, without a coordinator), then again
-without. Weights and samples are random. Prints one line per version and a summary:
+Trains `--plain` versions without publication, then one more and `--steps` beside the publication of the one before (the trainer's own
+Publisher, without a coordinator), then again `--plain` without. Weights and samples are random. The base of the first published version is held in memory, as the publisher holds
+it, and is not written to disk. Prints one line per version and a summary:
 
 step        seconds from one version to the next
 exposed     of these, seconds that training stood still: before its first update for the capture of the last version, and after
@@ -19,23 +20,31 @@ With `--checkpoint` the middle version is also checkpointed (12 bytes per parame
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.net.http_client import SignedClient
-from shoal.shardcast.file_image import ChangedWords
+from shoal.shardcast.delta import DELTA_HEAD, MAGIC
+from shoal.shardcast.file_image import RANGE_WORDS, ChangedWords, FileImage
+from shoal.shardcast.publish import ImageDelta, publish_image, shard_size
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
@@ -47,9 +56,53 @@ from shoal.trainer.io.publisher import OriginAddress, Publisher, PublisherSettin
 from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.keys import Key
+from shoal.wire.manifest import WEIGHTS_FILE, FileEntry, Manifest
 from trainer import SHAPES, draw, make_batch
 
 WAIT_S = 600.0
+TOUCHING_THREADS = max(1, min(6, (os.cpu_count() or 2) // 2))
+T = TypeVar("T")
+
+
+def empty_image(tensors: Mapping[str, Tensor]) -> FileImage:
+    """Returns the file of a model whose weights are all zero, in memory that several threads have touched: the first write is slow."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at := at + 2 * tensor.numel()],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    image = FileImage(8 + len(text) + at)
+    with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
+        list(
+            threads.map(
+                lambda start: image.words[start : start + RANGE_WORDS].fill(0),
+                range(0, image.words.size, RANGE_WORDS),
+            )
+        )
+    image.view[: 8 + len(text)] = len(text).to_bytes(8, "little") + text
+    return image
+
+
+def unhashed_manifest(image: FileImage, version: int) -> Manifest:
+    """Returns a manifest of the image's version before, whose file was neither written nor hashed."""
+    shard_bytes = shard_size(image.num_bytes, 2 << 20)
+    shards = ("0" * 64,) * -(-image.num_bytes // shard_bytes)
+    entry = FileEntry(name=WEIGHTS_FILE, num_bytes=image.num_bytes, blake3="0" * 64, shard_bytes=shard_bytes, shards=shards)  # fmt: skip
+    return Manifest(run="bench", version=version, files=(entry,), created_at_s=0.0)
+
+
+def attempt(name: str, work: Callable[[], T]) -> T | None:
+    """Returns what `work` returns; prints its error and returns None if it fails, so that the other parts still run."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
+        traceback.print_exc()
+        print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {error}"[:500]}), flush=True)
+        return None
 
 
 @dataclass
@@ -67,9 +120,12 @@ class Bench:
 
     def __init__(self, shape: Shape, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.device = options, torch.device(options.device)
+        self.num_layers = shape.num_layers
         decoder = empty_decoder(shape, torch.float32, options.device)
         torch.manual_seed(0)
         draw(decoder)
+        self.parameters = sum(one.numel() for one in decoder.parameters())
+        self.image = ThreadPoolExecutor(1).submit(empty_image, dict(decoder.named_parameters()))
         self.batch: TrainBatch = make_batch(shape, "packed", options.tokens)
         width = sum(len(sample.tokens) for sample in self.batch.samples)
         rows = max(1, options.micro_tokens or width)
@@ -121,11 +177,27 @@ class Bench:
             torch.cuda.synchronize()
         return loss
 
-    def begin(self) -> None:
-        """Publishes the current version whole, as the base of the next."""
-        version = self.learner.version
-        folder = self.publisher.prepare_whole(self.lockstep.whole_weights(self.lockstep.weights()), version)
-        self.publisher.serve(folder, version)
+    def peak_gb(self) -> float:
+        return round(torch.cuda.max_memory_allocated() / 1e9, 1) if self.device.type == "cuda" else 0.0
+
+    def begin(self) -> float:
+        """Makes the current version the base of the next: its file is in memory only, and its delta is empty. Returns its seconds."""
+        started_s = time.perf_counter()
+        version, publisher, image = self.learner.version, self.publisher, self.image.result()
+        publisher._set_image(image)
+        pinned_s = time.perf_counter()
+        for name, value in self.lockstep.weights().items():
+            publisher.diff.published(name).copy_(value())
+        print(json.dumps({"part": "copied", "s": round(time.perf_counter() - pinned_s, 2)}), flush=True)
+        folder = publisher._new_folder(version)
+        delta = ImageDelta(
+            unhashed_manifest(image, version - 1), iter([DELTA_HEAD.pack(MAGIC, image.num_bytes)])
+        )
+        publish_image(
+            folder, WEIGHTS_FILE, image, version=version, signing=publisher._signing, delta=delta, whole=False
+        )
+        publisher.serve(folder, version)
+        return time.perf_counter() - started_s
 
     def publish(self, published: Published) -> None:
         """Starts to publish the current version."""
@@ -150,14 +222,15 @@ def run_plain(bench: Bench, steps: int) -> list[float]:
     times = []
     for _ in range(steps):
         started_s = time.perf_counter()
-        bench.step()
+        loss = bench.step()
         times.append(time.perf_counter() - started_s)
-        print(json.dumps({"version": bench.learner.version, "step_s": round(times[-1], 4)}), flush=True)
+        line = {"version": bench.learner.version, "step_s": round(times[-1], 4), "loss": round(loss, 5)}
+        print(json.dumps(line | {"peak_gb": bench.peak_gb()}), flush=True)
     return times
 
 
 def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[str, Any]]:
-    """Trains and publishes `steps` versions after a first one whose publication only fills the pipeline."""
+    """Trains a first version with no publication beside it, then `steps` versions beside the publication of the one before."""
     rows: list[dict[str, Any]] = []
     publications: list[Published] = []
     for index in range(steps + 1):
@@ -172,8 +245,9 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
             version = bench.learner.version
             take = bench.lockstep.later_snapshot(bench.checkpoints.shard_folder(version))
             bench.checkpoints.begin(version, take, None)
-        publications.append(Published())
-        bench.publish(publications[-1])
+        if index < steps:
+            publications.append(Published())
+            bench.publish(publications[-1])
         rows.append(
             {
                 "version": bench.learner.version,
@@ -183,10 +257,9 @@ def run_published(bench: Bench, steps: int, *, checkpoint: bool) -> list[dict[st
                 "loss": loss,
             }
         )
-    bench.publication.finish(WAIT_S)
     bench.checkpoints.finish(WAIT_S)
-    show_published(rows, publications)
-    return rows[1:]
+    print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
+    return rows
 
 
 def show_published(rows: list[dict[str, Any]], publications: list[Published]) -> None:
@@ -205,35 +278,53 @@ def show_published(rows: list[dict[str, Any]], publications: list[Published]) ->
 def summary(
     plain: list[float], rows: list[dict[str, Any]], again: list[float], bench: Bench
 ) -> dict[str, Any]:
-    before_s, after_s = statistics.median(plain), statistics.median(again)
+    first, rows, published = rows[0], rows[1:], rows[:-1]
+    plain = [*plain, first["step_s"]]
     without_s = statistics.median(plain + again)
     step_s = statistics.median(row["step_s"] for row in rows)
     exposed_s = statistics.fmean(row["publish_exposed_s"] for row in rows)
     own_s = statistics.median(
         row["step_s"] - row["publish_exposed_s"] - row["checkpoint_exposed_s"] for row in rows
     )
-    parameters = sum(one.numel() for one in bench.learner.decoder.parameters())
-    cuda = bench.device.type == "cuda"
     return {
-        "parameters": parameters,
+        "parameters": bench.parameters,
         "tokens": bench.batch.num_tokens,
         "step_s_without": without_s,
-        "step_s_without_before_and_after": [before_s, after_s],
+        "steps_s_without": [plain, again],
+        "steps_s_with": [row["step_s"] for row in rows],
         "step_s_with": step_s,
         "publish_exposed_s": exposed_s,
         "exposed_share": exposed_s / step_s,
         "slowdown": own_s / without_s - 1,
-        "publish_s_median": statistics.median(row["publish_s"] for row in rows),
-        "publish_s_max": max(row["publish_s"] for row in rows),
-        "capture_s_median": statistics.median(row["capture_s"] for row in rows),
-        "bytes_median": statistics.median(row["bytes"] for row in rows),
-        "changed_share": statistics.fmean(row["changed_words"] for row in rows) / parameters,
+        "publish_s_median": statistics.median(row["publish_s"] for row in published),
+        "publish_s_max": max(row["publish_s"] for row in published),
+        "capture_s_median": statistics.median(row["capture_s"] for row in published),
+        "bytes_median": statistics.median(row["bytes"] for row in published),
+        "changed_share": statistics.fmean(row["changed_words"] for row in published) / bench.parameters,
         "checkpoint_exposed_s": sum(row["checkpoint_exposed_s"] for row in rows),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
+        "peak_gb": bench.peak_gb(),
     }
 
 
-def main() -> None:
+def measure(bench: Bench, options: argparse.Namespace) -> int:
+    """Runs all parts and prints their figures. Returns 1 if the part with publication failed."""
+    run_plain(bench, options.warm)
+    plain = run_plain(bench, options.plain)
+    rows, base_s = None, attempt("base", bench.begin)
+    if base_s is not None:
+        print(json.dumps({"part": "base", "s": round(base_s, 2)}), flush=True)
+        rows = attempt("publish", lambda: run_published(bench, options.steps, checkpoint=options.checkpoint))
+    again = attempt("plain", lambda: run_plain(bench, options.plain)) or []
+    if rows is None:
+        return 1
+    found = {"shape": options.shape, "layers": bench.num_layers} | summary(plain, rows, again, bench)
+    print(json.dumps(found), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"summary": found, "versions": rows}, indent=1))
+    return 0
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -244,7 +335,9 @@ def main() -> None:
     parser.add_argument(
         "--micro-tokens", type=int, default=0, help="tokens of a forward pass; 0: all at once"
     )
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="steps with publication")
+    parser.add_argument("--plain", type=int, default=4, help="steps without, before and again after them")
+    parser.add_argument("--warm", type=int, default=2, help="first steps, which are not counted")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--snapshot-every", type=int, default=1000, help="versions that are also sent whole")
     parser.add_argument("--states", choices=("float32", "int8"), default="float32", help="of the optimizer")
@@ -258,21 +351,10 @@ def main() -> None:
         shape = replace(shape, num_layers=options.layers)
     folder = Path(tempfile.mkdtemp(prefix="shoal-step-", dir=options.dir))
     try:
-        bench = Bench(shape, options, folder)
-        run_plain(bench, 2)
-        plain = run_plain(bench, options.steps)
-        started_s = time.perf_counter()
-        bench.begin()
-        print(f"first version written in {time.perf_counter() - started_s:.1f} s", flush=True)
-        rows = run_published(bench, options.steps, checkpoint=options.checkpoint)
-        again = run_plain(bench, options.steps)
-        found = {"shape": options.shape, "layers": shape.num_layers} | summary(plain, rows, again, bench)
-        print(json.dumps(found, indent=1))
-        if options.json:
-            options.json.write_text(json.dumps({"summary": found, "versions": rows}, indent=1))
+        return measure(Bench(shape, options, folder), options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Measures one whole RL step on one device, with one copy of the weights: generate, check, train, publish adapters, merge.
 
     python bench/whole_step.py --shape toy --prompts 2 --samples 4 --prompt-tokens 16 --cap 48         a quick test on any machine
-    python bench/whole_step.py --device cuda --shape 32B --prompts 4 --samples 8 --prompt-tokens 64 --cap 960
+    python bench/whole_step.py --device cuda --shape 32B --prompts 4 --samples 8
 
 The second is QwQ-32B's shape (`--shape 7B` for a smaller one) with rows that fill one row of 32,768 tokens in the trainer. Weights are
 random, and drawn on the device once; engine, validator's recomputation and trainer use the same tensors. The parts, in order:
@@ -16,18 +16,22 @@ random, and drawn on the device once; engine, validator's recomputation and trai
 
 Engine and trainer share one card in turns: the engine's cache is freed before training. What is left out: tasks, coordinator, transport,
 and the way back from merged weights to the frozen ones, which the trainer would need for a second step (they come from version 0's
-file). Version 0's file is not written, so its digest in the manifest's base is not computed. Each line is printed when its part ends.
+file). Version 0's file is not written, so its digest in the manifest's base is not computed. Each line is printed when its part ends:
+`peak_gb` of the device's memory, `held_gb` when it began. If a part fails, those that do not need it still run.
 """
 
 import argparse
 import gc
 import json
+import math
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +39,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from step import attempt, empty_image, unhashed_manifest
 from torch import Tensor
 
 from shoal.model import packed_prefill
@@ -47,8 +52,7 @@ from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.rollout.engine import torch_engine
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, generate
 from shoal.shardcast.adapter_delta import encode_adapters
-from shoal.shardcast.file_image import NUM_THREADS, RANGE_WORDS, FileImage
-from shoal.shardcast.publish import ImageDelta, Signing, publish_image, shard_size
+from shoal.shardcast.publish import ImageDelta, Signing, publish_image
 from shoal.swarm.validator.prefill import DEVICE_BATCH_TOKENS, LoadedPolicy
 from shoal.swarm.validator.recompute import CalibrationTerms, recompute
 from shoal.trainer.config import TrainerConfig
@@ -57,7 +61,8 @@ from shoal.trainer.io.weights_diff import WeightsDiff, count_changed
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.policy import adapted_weights, add_adapters, frozen_weight, rounded_adapters
 from shoal.wire.keys import Key
-from shoal.wire.manifest import WEIGHTS_FILE, FileEntry, Manifest
+from shoal.wire.manifest import WEIGHTS_FILE, Manifest
+from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed
 from trainer import SHAPES, draw
@@ -75,27 +80,40 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.shape: Shape = SHAPES[options.shape]
+        if options.layers:
+            self.shape = replace(self.shape, num_layers=options.layers)
         self.decoder: Decoder = empty_decoder(self.shape, self.dtype, options.device)
         torch.manual_seed(0)
         draw(self.decoder)
         self.decoder.requires_grad_(False)
+        self.failed = False
+        self.image_memory = ThreadPoolExecutor(1).submit(empty_image, dict(self.decoder.named_parameters()))
         # Engine and recomputation would each join matrices into a copy of their own.
         self.fused = packed_prefill._FUSED[self.decoder] = fuse(self.decoder)
         write_config(folder, self.shape)
 
-    def part(self, name: str, work: Callable[[], T], **figures: Callable[[T], Any]) -> T:
-        """Runs a part of the step and prints its seconds, its peak memory and figures of its result."""
+    def part(self, name: str, work: Callable[[], T], **figures: Callable[[T], Any]) -> T | None:
+        """Runs a part of the step and prints its seconds, its peak memory and figures of its result; returns None if it fails."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        held_gb = round(torch.cuda.memory_allocated() / 1e9, 1) if self.cuda else 0.0
         started_s = time.perf_counter()
-        result = work()
-        if self.cuda:
-            torch.cuda.synchronize()
+
+        def finish() -> T:
+            found = work()
+            if self.cuda:
+                torch.cuda.synchronize()
+            return found
+
+        result = attempt(name, finish)
+        if result is None:
+            self.failed = True
+            return None
         line: dict[str, Any] = {"part": name, "s": round(time.perf_counter() - started_s, 2)}
         if self.cuda:
-            line["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+            line |= {"held_gb": held_gb, "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)}
         print(json.dumps(line | {key: of(result) for key, of in figures.items()}), flush=True)
         return result
 
@@ -130,7 +148,7 @@ class Bench:
         config = TrainerConfig(
             learning_rate=self.options.lr,
             warmup_steps=0,
-            row_tokens=self.options.row_tokens,
+            row_tokens=self.options.tokens,
             rows_per_micro_batch=1,
             compute_dtype="bfloat16" if self.cuda else "float32",
             activation_checkpointing=True,
@@ -140,28 +158,9 @@ class Bench:
         return Learner(twin, config)
 
     def image(self) -> WeightsDiff:
-        """Returns the file of the weights, in host memory that is written by several threads and pinned once."""
-        header, at = {}, 0
-        tensors = dict(self.decoder.named_parameters())
-        for name, tensor in tensors.items():
-            header[name] = {
-                "dtype": "BF16",
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at := at + 2 * tensor.numel()],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        image = FileImage(8 + len(text) + at)
-        with ThreadPoolExecutor(NUM_THREADS) as threads:  # the first write to a page is slow
-            list(
-                threads.map(
-                    lambda start: image.words[start : start + RANGE_WORDS].fill(0),
-                    range(0, image.words.size, RANGE_WORDS),
-                )
-            )
-        image.view[: 8 + len(text)] = len(text).to_bytes(8, "little") + text
-        diff = WeightsDiff(image, self.device)
-        for name, tensor in tensors.items():
+        """Returns the file of the weights, in host memory that was touched since the start, pinned once and filled."""
+        diff = WeightsDiff(self.image_memory.result(), self.device)
+        for name, tensor in self.decoder.named_parameters():
             diff.published(name).copy_(tensor)
         return diff
 
@@ -185,15 +184,16 @@ class Bench:
             image,
             version=1,
             signing=Signing(run="bench", key=key),
-            delta=ImageDelta(version_0(image), pieces),
+            delta=ImageDelta(unhashed_manifest(image, 0), pieces),
             whole=False,
         )
         return sealed.body, merged, num_changed
 
-    def merge(self, learner: Learner, merged: dict[str, Callable[[], Tensor]]) -> None:
+    def merge(self, learner: Learner, merged: dict[str, Callable[[], Tensor]]) -> int:
         with torch.no_grad():
             for name, value in merged.items():
                 frozen_weight(learner.decoder, name).copy_(value())
+        return len(merged)
 
     def requests(self, num_prompts: int, num_samples: int, cap: int) -> list[GenerationRequest]:
         rng = np.random.default_rng(0)
@@ -232,14 +232,6 @@ def write_config(folder: Path, shape: Shape) -> None:
     CharTokenizer(ALPHABET).save(folder)
 
 
-def version_0(image: FileImage) -> Manifest:
-    """Returns a manifest of the version before, whose file was not hashed."""
-    shard_bytes = shard_size(image.num_bytes, 2 << 20)
-    shards = ("0" * 64,) * -(-image.num_bytes // shard_bytes)
-    entry = FileEntry(name=WEIGHTS_FILE, num_bytes=image.num_bytes, blake3="0" * 64, shard_bytes=shard_bytes, shards=shards)  # fmt: skip
-    return Manifest(run="bench", version=0, files=(entry,), created_at_s=0.0)
-
-
 def batch_of(rows: Sequence[FinishedRow], num_samples: int) -> TrainBatch:
     """Returns the rows as a batch of version 0, with advantages inside each group."""
     ordered = sorted(rows, key=lambda row: (row.request.prompt_index, row.request.sample_index))
@@ -260,7 +252,22 @@ def batch_of(rows: Sequence[FinishedRow], num_samples: int) -> TrainBatch:
     return TrainBatch(version=0, samples=samples, num_groups=len(rewards) // num_samples)
 
 
-def whole_step(options: argparse.Namespace, folder: Path) -> None:
+def random_rows(requests: Sequence[GenerationRequest], vocab_size: int) -> list[FinishedRow]:
+    """Returns rows as long as they may be, to train on if generating has failed."""
+    rng = np.random.default_rng(1)
+    return [
+        FinishedRow(
+            request=one,
+            output_tokens=tuple(rng.integers(3, vocab_size, one.max_new_tokens).tolist()),
+            logprobs=(-math.log(vocab_size),) * one.max_new_tokens,
+            finish=Finish.LENGTH,
+            proof=b"",
+        )
+        for one in requests
+    ]
+
+
+def whole_step(options: argparse.Namespace, folder: Path) -> int:
     began_s = time.perf_counter()
     bench = Bench(options, folder)
     part = bench.part
@@ -272,9 +279,12 @@ def whole_step(options: argparse.Namespace, folder: Path) -> None:
         rows=len,
         tokens=lambda rows: sum(len(row.output_tokens) for row in rows),
     )
-    part("check", lambda: bench.check(0, rows), logprob_gap=lambda gap: gap)
+    if rows is not None:
+        part("check", lambda: bench.check(0, rows), logprob_gap=lambda gap: gap)
     learner = part("adapters", bench.learner, trained=lambda one: sum(p.numel() for p in one.trained_parameters().values()))  # fmt: skip
-    batch = batch_of(rows, options.samples)
+    if learner is None:
+        return 1
+    batch = batch_of(rows or random_rows(requests, bench.shape.vocab_size), options.samples)
     part(
         "train",
         lambda: learner.step(batch, threading.Event()),
@@ -284,20 +294,23 @@ def whole_step(options: argparse.Namespace, folder: Path) -> None:
         logprob_gap=lambda figures: figures.logprob_gap,
     )
     diff = part("image", bench.image, gb=lambda diff: round(diff.image.num_bytes / 1e9, 1))
-    _, merged, _ = part(
+    published = None if diff is None else part(
         "publish",
         lambda: bench.publish(learner, diff),
         bytes=lambda found: found[0].payload_bytes,
         changed_words=lambda found: found[2],
-    )
-    part("merge", lambda: bench.merge(learner, merged))
-    again = bench.requests(1, 2, min(64, options.cap))
-    part("again", lambda: bench.check(1, bench.generate(1, again)), logprob_gap=lambda gap: gap)
+    )  # fmt: skip
+    if published is not None:
+        part("merge", lambda: bench.merge(learner, published[1]))
+        again = bench.requests(1, 2, min(64, options.cap))
+        part("again", lambda: bench.check(1, bench.generate(1, again)), logprob_gap=lambda gap: gap)
     print(json.dumps({"all_s": round(time.perf_counter() - began_s, 1)}), flush=True)
-    diff.close()
+    if diff is not None:
+        diff.close()
+    return int(bench.failed)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -305,9 +318,14 @@ def main() -> None:
     parser.add_argument("--shape", default="toy", choices=sorted(SHAPES))
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8, help="rows of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--cap", type=int, default=960, help="output tokens of a row, at most")
-    parser.add_argument("--row-tokens", type=int, default=32768, help="of the trainer's rows")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="of the trainer's row, which has all samples"
+    )
+    parser.add_argument("--prompt-tokens", type=int, help="default: 64, or a quarter of a short sample")
+    parser.add_argument(
+        "--cap", type=int, help="output tokens of a row, at most; default: what fills the trainer's row"
+    )
     parser.add_argument("--lora", type=int, default=32, help="rank of the adapters")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="decode without CUDA graphs")
@@ -315,12 +333,15 @@ def main() -> None:
         "--dir", type=Path, help="where the version is written; a temporary folder by default"
     )
     options = parser.parse_args()
+    share = options.tokens // (options.prompts * options.samples)
+    options.prompt_tokens = options.prompt_tokens or max(1, min(64, share // 4))
+    options.cap = options.cap or max(2, share - options.prompt_tokens)
     folder = Path(tempfile.mkdtemp(prefix="shoal-whole-step-", dir=options.dir))
     try:
-        whole_step(options, folder)
+        return whole_step(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

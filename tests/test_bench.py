@@ -82,6 +82,7 @@ def test_the_sharded_path_on_one_rank_gives_the_plain_paths_losses_and_gradients
     last = lines[-1]
     assert last["loss_gap"] == last["grad_norm_relative_gap"] == last["kl_gap"] == 0.0
     assert last["weights_equal_share"] == 1.0
+    assert last["gradient_relative_gap"] == 0.0
     assert [line["sharded"] for line in lines[:-1]].count(True) == 3
 
 
@@ -109,6 +110,19 @@ def test_a_published_run_says_what_its_ledger_says(monkeypatch: pytest.MonkeyPat
         last.mean() - first.mean()
     )
     assert interval((first > 0.5).astype(float)).low > 0
+
+
+@pytest.mark.integration
+def test_versions_are_published_beside_training() -> None:
+    """The first of these versions has none before it, and nothing is trained beside the publication of the last."""
+    lines = lines_of("step.py", "--tokens", 128, "--warm", 1, "--plain", 1, "--steps", 2, "--states", "int8")
+    published = [line for line in lines if "publish_s" in line]
+    assert [line["version"] for line in published] == [3, 4]
+    assert all(0 < line["bytes"] < 2 * lines[-1]["parameters"] for line in published)
+    assert len(lines[-1]["steps_s_with"]) == 2 and [len(one) for one in lines[-1]["steps_s_without"]] == [
+        2,
+        1,
+    ]
 
 
 @pytest.mark.integration

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.cli.arena.contest import SAMPLES, Arena, ArenaSettings, KindTables, sent_states, told
-from shoal.cli.arena.own_decision import ShoalVerdict, row_facts
+from shoal.cli.arena.own_decision import BROKEN, ShoalVerdict, row_facts
 from shoal.cli.arena.schemes import (
     MARGIN_CAP,
     ActivationDifr,
@@ -121,6 +121,10 @@ def test_the_score_of_the_own_decision_is_above_1_where_a_validator_refuses(
         (found,) = measured.scores(verdict)
         assert (found > 1) == code.startswith("reject."), f"{lie}: score {found}, verdict {code}"
         assert (lie is None) == (found <= 1)
+        z = fact_checks.score_facts(table.rows, facts, verdict.noise)
+        surprise = abs(fact_checks.surprise_z(facts)) / fact_checks.MAX_SURPRISE
+        largest = max(0.0, surprise, *(one.z / one.certain for one in z))
+        assert found >= BROKEN or found == pytest.approx(largest)
 
 
 def test_the_plain_engine_is_honest_and_a_lie_that_changes_nothing_is_not_told(arena: Arena) -> None:

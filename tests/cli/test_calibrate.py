@@ -1,5 +1,6 @@
 """`shoal toploc prove` and `calibrate`, and a run file that names what they wrote."""
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -124,6 +125,27 @@ def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
     assert noise.draws is not None and noise.token_sizes == (1, 2, 4, 8)
     units = [moments.segments for moments in (*noise.draws.by_size, *noise.mismatches.by_size)]
     assert min(units) >= MIN_SEGMENTS, "answers of every length are judged by the calibration"
+
+
+def test_the_calibration_keeps_the_model_for_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To convert a GGUF file takes as long as to calibrate; `shoal run` did it twice."""
+    monkeypatch.setattr("shoal.cli.commands.toploc.SHORT_RUN_ROWS", 256)
+    file, out, folder = tmp_path / "run.toml", tmp_path / "noise.json", tmp_path / "trainer" / "model"
+    text = (RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1)
+    file.write_text(text.replace("[trainer]", "[trainer]\nseed = 5", 1))
+    words = ["toploc", "calibrate-run", str(file), "--out", str(out), "--write-model", str(folder)]
+    assert main(words) == 0
+    create_model("tiny", tmp_path / "as-the-trainer", seed=5)
+    written = (folder / "model.safetensors").read_bytes()
+    assert written == (tmp_path / "as-the-trainer" / "model.safetensors").read_bytes()
+    # A model that is there is measured as it is: that of a run which was stopped during its calibration.
+    shutil.rmtree(folder)
+    create_model("tiny", folder, seed=6)
+    kept, noise = (folder / "model.safetensors").read_bytes(), out.read_bytes()
+    assert main(words) == 0
+    assert (folder / "model.safetensors").read_bytes() == kept and out.read_bytes() != noise
 
 
 def test_a_run_of_several_tasks_measures_each_of_them_at_its_temperatures(

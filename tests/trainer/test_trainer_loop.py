@@ -17,6 +17,7 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.io.checkpoint import Checkpoints, CheckpointState, LearnerSnapshot
 from shoal.trainer.io.publisher import Publisher
 from shoal.trainer.loop import run_trainer
 from shoal.trainer.reporting.step_figures import StepFigures
@@ -117,6 +118,37 @@ def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinat
     assert coordinator.digests() == whole[0].digests()
     first, second = (told for told in coordinator.announced if told.manifest.body.version == 4)
     assert (first.manifest, first.report) == (second.manifest, second.report)
+
+
+def test_version_0_is_announced_while_its_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gigabytes of a 0.5B model took longer to write than everything else before version 0. If the checkpoint is lost, the
+    versions since are made again from the model."""
+    config = CONFIG.model_copy(update={"supervised_steps": 0})
+    announced, stop, write = threading.Event(), threading.Event(), Checkpoints._write
+
+    def late(self: Checkpoints, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
+        assert announced.wait(60), f"version 0 waited for the checkpoint of version {state.version}"
+
+    with SmallCoordinator(last_version=2).serving() as coordinator:
+        monkeypatch.setattr(Checkpoints, "_write", late)  # writes nothing
+
+        def tell(told: Announce) -> None:
+            announced.set()
+            if told.manifest.body.version == 1:
+                stop.set()
+
+        coordinator.before_announce = tell
+        run_trainer(config, coordinator.site(tmp_path / "site"), stop=stop)
+        assert not list((tmp_path / "site" / "checkpoints").glob("v*"))
+        monkeypatch.setattr(Checkpoints, "_write", write)
+        coordinator.before_announce = lambda told: None
+        run_trainer(config, coordinator.site(tmp_path / "site"), stop=threading.Event())
+    with SmallCoordinator(last_version=2).serving() as other:
+        run_trainer(config, other.site(tmp_path / "other"), stop=threading.Event())
+    assert sorted(coordinator.digests()) == [0, 1, 2]
+    assert coordinator.digests() == other.digests()
 
 
 def test_the_next_step_does_not_wait_for_a_publication(

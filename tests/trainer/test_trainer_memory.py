@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.telemetry import Log
@@ -55,3 +56,29 @@ def test_files_in_the_page_cache_count_as_free_memory(monkeypatch: pytest.Monkey
     """A container counts the model's files, which have just been read, as used memory."""
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: 7 << 30)
     assert free_bytes("host") == 7 << 30
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_gpu_that_refuses_to_pin_memory_does_not_fail_the_next_kernel(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports a refusal once more to whoever launches the next kernel."""
+    calls: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            calls.append(f"pin {address}+{num_bytes}")
+            return 2 if refused else 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(f"unpin {address}")
+
+    def next_kernel(*_: object, **__: object) -> None:
+        calls.append("kernel")
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", next_kernel)
+    assert memory.pin_memory(4096, 100) is not refused
+    memory.unpin_memory(4096)
+    assert calls == ["pin 4096+100", *["kernel"] * refused, "unpin 4096"]

@@ -285,7 +285,10 @@ def _add_toploc(commands: Commands) -> None:
     whole = add_command(actions, "calibrate-run", words, Imported("commands.toploc", "calibrate_run"))
     whole.add_argument("file", type=Path, metavar="FILE.toml")
     add_set(whole)
-    whole.add_argument("--model", help="measure this model instead, for example a later version of the run")
+    model = whole.add_mutually_exclusive_group()
+    model.add_argument("--model", help="measure this model instead, for example a later version of the run")
+    words = "keep the run's model in this folder, which a trainer then takes as its own; an existing one is measured"
+    model.add_argument("--write-model", type=Path, metavar="FOLDER", help=words)
     whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
     add_device(whole)
     add_threads(whole)

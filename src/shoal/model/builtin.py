@@ -183,6 +183,8 @@ _GGUF_NAMES = {
 }
 _TIED_DISTANCE = 0.5
 """Relative distance below which two matrices are quantisations of the same one. 4 bits give about 0.1, other matrices 1.4."""
+_COMPARED_ROWS = 4096
+"""Rows of both that are compared: all 151,936 of a model with 0.5B parameters would take seven seconds."""
 
 
 def is_gguf(name: str) -> bool:
@@ -246,7 +248,8 @@ def _is_tied(stored: dict[str, Any]) -> bool:
     """Returns whether input and output embeddings are the same matrix. GGUF does not say so."""
     if "output.weight" not in stored:
         return True
-    embed, output = (_dequantize(stored[name]) for name in ("token_embd.weight", "output.weight"))
+    step = max(1, int(stored["output.weight"].shape[1]) // _COMPARED_ROWS)
+    embed, output = (_dequantize(stored[name], step) for name in ("token_embd.weight", "output.weight"))
     return bool((embed - output).norm() < _TIED_DISTANCE * output.norm())
 
 
@@ -322,8 +325,10 @@ def _copy_gguf_tensor(
     parameters.pop(target).copy_(values)
 
 
-def _dequantize(tensor: Any) -> Tensor:
+def _dequantize(tensor: Any, step: int = 1) -> Tensor:
+    """Returns every `step`-th row of a tensor as float32."""
     from gguf import dequantize
 
-    # A copy: a tensor that is not quantised is a view of the file.
-    return torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+    # Not a view of the mapped file, whose items gguf would read one by one. A copy: a tensor may not be quantised.
+    stored = np.array(tensor.data[::step])
+    return torch.tensor(dequantize(stored, tensor.tensor_type))

@@ -343,7 +343,7 @@ class _TrainerRun:
     # -- the beginning ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
+        """Makes version 0 and its checkpoint. Supervised steps are not made again after a crash, so it waits for theirs."""
         self._lockstep.check_beginning(self._newest_published())
         data = self._site.folder / "data"
         digests = run_digests(self._spec, to_grade=False)
@@ -357,7 +357,10 @@ class _TrainerRun:
             self._lockstep.join_sites(self._sites)
         parameters = sum(one.numel() for one in self._lockstep.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
-        self._save()
+        if self._config.supervised_steps or self._sites is not None:
+            self._save()
+        else:  # beside its publication: the model gives the same version 0 again
+            self._start_checkpoint(None)
 
     def _catch_up(self, report: StepReport | None) -> None:
         """Brings the learner to the newest published version and announces that; publishes the learner's version if it is newer.

@@ -7,6 +7,7 @@
 Activations come on top (cli.run.estimate knows the model's shape). On a CPU both are the same memory.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,3 +95,22 @@ def free_bytes(place: str) -> float:
     import torch  # `shoal run --dry-run` needs the formula without it
 
     return torch.cuda.mem_get_info(place)[0]
+
+
+def pin_memory(address: int, num_bytes: int) -> bool:
+    """Pins host memory, which a GPU then copies at the bus's full speed. Returns False if the system refuses: copies are slower."""
+    import torch
+
+    if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+        return True
+    # CUDA keeps the refusal as its last error, and the next kernel that is launched reports it.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False
+
+
+def unpin_memory(address: int) -> None:
+    """Unpins memory that `pin_memory` has pinned."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)

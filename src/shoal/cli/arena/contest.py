@@ -8,18 +8,16 @@ more submissions than were generated, submissions are resampled from the prompts
 the generated prompts say. A lie that changed none of a submission's rows was not told there and is not counted.
 """
 
-import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import toploc
 from shoal.cli.arena.own_decision import ShoalDecision, ShoalVerdict, row_facts
@@ -40,7 +38,7 @@ from shoal.cli.arena.schemes import (
 from shoal.model.load_model import DTYPES, decoder_refuses, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.adaptive import ADAPTIVE_LIES, ENGINE_LIES, Adapted, PlainEngine
-from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, make_behaviour
+from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, Prefilled, make_behaviour
 from shoal.rollout.adversary.lying_engines import typical_sizes
 from shoal.rollout.adversary.practice import generate_tables, practice_lease
 from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine
@@ -48,7 +46,7 @@ from shoal.rollout.engine.proofs import RawStates
 from shoal.rollout.engine.selection import make_engine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.judge import encode_prompts
-from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.prefill import BATCH_TOKENS, LoadedPolicy
 from shoal.swarm.validator.recompute import RowsToCheck, recompute_rows
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
@@ -59,6 +57,8 @@ from shoal.wire.run_spec import Sampling, TaskSpec, default_tolerances
 SAMPLES, PROMPTS = 4, 4
 RATES = (1e-3, 1e-4)
 LEASES_AT_ONCE = 64
+GPU_BATCH_TOKENS = 1 << 15
+"""Tokens of one prefill on a GPU. Plain products need ten times the memory of a validator's usual path."""
 CELLS_AT_ONCE = 1 << 22
 """Numbers of resampled tables in memory at once."""
 REDRAWN = 50_000
@@ -124,7 +124,13 @@ class Arena:
     def __init__(self, settings: ArenaSettings, folder: Path, stop: threading.Event) -> None:
         self.settings, self.folder, self.stop = settings, folder, stop
         dtype = DTYPES[settings.dtype]
-        self.policy = LoadedPolicy(0, load_causal(folder, dtype, settings.device), load_tokenizer(folder))
+        is_cpu = torch.device(settings.device).type == "cpu"
+        self.policy = LoadedPolicy(
+            0,
+            load_causal(folder, dtype, settings.device),
+            load_tokenizer(folder),
+            BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS,
+        )
         self.typical_H = typical_sizes(self.policy.decoder)
         self.tolerances = default_tolerances(settings.dtype)
         self.engines: dict[ComputeDtype, Engine] = {}
@@ -177,18 +183,17 @@ class Arena:
 
     # -- checking ------------------------------------------------------------------------------------------
 
-    def check(self, submissions: Sequence[RowsToCheck]) -> list[CheckedRow]:
-        """Returns the rows of all submissions with what the verifier computed of them."""
+    def check(self, submissions: Sequence[RowsToCheck], *, plain: bool = False) -> list[CheckedRow]:
+        """Returns the rows of all submissions with what the verifier computed of them; `plain`: by plain matrix products."""
         rows = [row for one in submissions for row in one.rows]
-        found = recompute_rows(submissions, self.policy)
+        found = recompute_rows(submissions, replace(self.policy, plain=plain))
         return [CheckedRow(row, *one) for row, one in zip(rows, found, strict=True)]
 
     def check_like(
         self, way: "Way", tables: Sequence[RolloutTable], leases: Sequence[Lease]
     ) -> list[CheckedRow]:
         submissions = [RowsToCheck(table.rows, lease) for table, lease in zip(tables, leases, strict=True)]
-        with way.check():
-            return self.check(submissions)
+        return self.check(submissions, plain=way.plain)
 
     def refused_by_reading(self, table: RolloutTable, lease: Lease) -> str | None:
         """Returns the code of the checks that need no model and no proof, or None."""
@@ -269,7 +274,7 @@ class Arena:
 
     def ways(self) -> list["Way"]:
         """Returns the ways of honest work that this machine has."""
-        ways = [Way("torch engine"), Way("torch engine, checked by plain products", check=plain_products)]
+        ways = [Way("torch engine"), Way("torch engine, checked by plain products", plain=True)]
         if decoder_refuses(self.folder) is None:
             make = partial(Adapted, PlainEngine, device=self.settings.device)
             ways.append(Way("plain engine", make=make))
@@ -303,8 +308,9 @@ class Arena:
             if name not in ("stale-weights", FORGED)  # old weights are below; each scheme has its own forgery
         }
         found: dict[str, Callable[[], Behaviour]] = {**known, FORGED: Behaviour, **ADAPTIVE_LIES}
+        device = self.settings.device
+        found["smaller-model"] = partial(Prefilled, device)
         if decoder_refuses(self.folder) is None:
-            device = self.settings.device
             found |= {name: partial(Adapted, make, device=device) for name, make in ENGINE_LIES.items()}
         return found
 
@@ -339,20 +345,14 @@ class Arena:
         return measured
 
 
-@contextlib.contextmanager
-def plain_products() -> Iterator[None]:
-    """Computes attention by plain matrix products, as another machine's kernel would."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
 @dataclass(frozen=True)
 class Way:
     """One way to do honest work and to check it."""
 
     name: str
     make: Callable[[], Behaviour] = Behaviour
-    check: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    plain: bool = False
+    """Whether it is checked by plain matrix products, as another machine's kernel would."""
 
 
 def told(honest: RolloutTable, sent: RolloutTable) -> bool:
@@ -364,13 +364,13 @@ def told(honest: RolloutTable, sent: RolloutTable) -> bool:
 
 
 def sent_states(row: CheckedRow, width: int) -> torch.Tensor:
-    """Returns the states that the prover claims to have, [T-1, H]; invented ones if it sent something else."""
-    count, data = len(row.rollout.output_tokens) - 1, row.rollout.proof
+    """Returns the states that the prover claims to have, [T-1, H], where the verifier's are; invented ones if it sent something else."""
+    count, data, device = len(row.rollout.output_tokens) - 1, row.rollout.proof, row.states_TH.device
     if len(data) != 2 * width * count:
         generator = torch.Generator().manual_seed(len(data))
-        return torch.randn(count, width, generator=generator).to(torch.bfloat16)
+        return torch.randn(count, width, generator=generator).to(device, torch.bfloat16)
     values = np.frombuffer(data, dtype=np.int16).copy()
-    return torch.from_numpy(values).view(torch.bfloat16).view(count, width)
+    return torch.from_numpy(values).view(torch.bfloat16).view(count, width).to(device)
 
 
 # -- detection ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.toploc import SegmentCheck
 from shoal.toploc.decision import (
     CERTAIN,
+    MARGIN,
     OUTLIER,
     STATISTICS,
     CalibratedStatistic,
@@ -105,12 +106,15 @@ class ShoalDecision(PublishedToploc):
         tested = [unit for unit in STATISTICS[one.name](units) if one.tests(unit.size)]
         if not tested:
             return [0.0] * PER_STATISTIC, [0.0, 0.0]
-        excess = [unit.value - one.moments(unit.size).mean for unit in tested]
+        honest = [one.moments(unit.size).mean for unit in tested]
+        excess = [unit.value - mean for unit, mean in zip(tested, honest, strict=True)]
         variance = [one.variance(unit.size) for unit in tested]
         spread = one.honest.inflation * sum(variance) + one.honest.prompt_variance * len(tested) ** 2
         worst_unit = max(e / math.sqrt(v) for e, v in zip(excess, variance, strict=True))
-        sums = [sum(excess), sum(variance), float(len(tested)), 1.0]
-        return sums, [sum(excess) / math.sqrt(spread), worst_unit]
+        # As in toploc/decision.py, sums may exceed the honest mean by MARGIN, and single units may not.
+        summed = sum(excess) - MARGIN * sum(honest)
+        sums = [summed, sum(variance), float(len(tested)), 1.0]
+        return sums, [summed / math.sqrt(spread), worst_unit]
 
     def _common(self, row: CheckedRow, fact: RowFacts) -> list[float]:
         far, count = fact_checks._far_draws([fact], self.tolerances)

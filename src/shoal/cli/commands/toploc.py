@@ -16,16 +16,18 @@ import numpy as np
 
 from shoal import toploc
 from shoal.cli.commands.sample_answers import encode_problem, load_engine, model_folder, posed_split
-from shoal.cli.run.runfile import load_run_file
+from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import use_device
 from shoal.files import write_bytes_atomically
+from shoal.model.builtin import create_model
 from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest, generate
 from shoal.rollout.engine.selection import AutoEngine, compute_class
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
-from shoal.swarm.validator.prefill import LoadedPolicy
+from shoal.swarm.validator.loaded_versions import tokens_that_fit
+from shoal.swarm.validator.prefill import BATCH_TOKENS, DEVICE_BATCH_TOKENS, LoadedPolicy
 from shoal.swarm.validator.recompute import CalibrationTerms, recompute
 from shoal.tasks import make_task
 from shoal.tasks.task_errors import pose_problem
@@ -50,8 +52,8 @@ LENGTHS = 16
 model never ends one, and a trained one would have only lengths that were not measured."""
 SHORT_RUN_ROWS, SHORT_TOKENS = 2048, 64
 """Rows if an answer has at most SHORT_TOKENS: short answers have few honest draws that are off, and more rows cost little."""
-CHECK_ROWS = 64
-"""Rows checked between two updates of the progress."""
+CHECK_ROWS = 256
+"""Rows checked between two updates of the progress; on a GPU enough for a prefill as large as a validator's."""
 
 
 def prove(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -89,14 +91,12 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
         )
     tasks = _calibrated_tasks(spec)
     rows = max((SHORT_RUN_ROWS if cap <= SHORT_TOKENS else RUN_ROWS) // len(tasks), TASK_ROWS)
-    with model_folder(options.model or file.run.model) as folder:
+    with model_folder(_model_to_measure(options, file)) as folder:
         options.engine, options.tensor_parallel = file.local.engine, 1
         options.draft, options.draft_rows = None, 1
         options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows
         engine = load_engine(folder, options, spec.proof)
-        policy = LoadedPolicy(
-            0, load_causal(folder, DTYPES[spec.compute_dtype], options.device), load_tokenizer(folder)
-        )
+        policy = _load_policy(folder, spec.compute_dtype, options.device)
         requests = [
             request
             for number, task in enumerate(tasks)
@@ -138,15 +138,25 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
     return 0
 
 
+def _model_to_measure(options: argparse.Namespace, file: RunFile) -> str:
+    """Returns the model of calibrate_run: --model, or the run's; the folder of --write-model, which is made if it is missing."""
+    folder: Path | None = options.write_model
+    if folder is None:
+        return options.model or file.run.model
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with progress(f"writing {file.run.model} to {folder}"):
+            create_model(file.run.model, folder, file.trainer.seed)
+    return str(folder)
+
+
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks honest rows like a validator and writes a noise file."""
     use_device(options)
     pairs: list[MeasuredPair] = []
     terms = TERMS._replace(sampling=Sampling(temperature=options.temperature))
     with model_folder(options.model) as folder:
-        policy = LoadedPolicy(
-            0, load_causal(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
-        )
+        policy = _load_policy(folder, options.dtype, options.device)
         for path in options.files:
             table = read_rows(path)
             for by in (policy, replace(policy, plain=True)):
@@ -235,6 +245,13 @@ _LEASE_ID = "0" * 32
 _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 
 TERMS = CalibrationTerms(_SEED, Sampling(), ProofSpec())
+
+
+def _load_policy(folder: Path, dtype: ComputeDtype, device: str) -> LoadedPolicy:
+    """Returns a model in memory with prefills of a validator's size: other sizes have other kernels, and small ones take longer."""
+    model = load_causal(folder, DTYPES[dtype], device)
+    most = BATCH_TOKENS if device == "cpu" else DEVICE_BATCH_TOKENS
+    return LoadedPolicy(0, model, load_tokenizer(folder), batch_tokens=tokens_that_fit(model, most))
 
 
 def _generate(

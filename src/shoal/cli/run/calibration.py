@@ -41,7 +41,10 @@ def calibrate_here(
         return noise
     print_plainly(console, "calibrating: measuring the noise of honest proofs on this machine in bfloat16")
     began_s = time.monotonic()
+    # Where the trainer looks for it: a GGUF file of 0.5B parameters takes as long to convert as to calibrate.
+    model = supervisor.folder / "trainer" / "model"
     command = ["toploc", "calibrate-run", str(source), "--out", str(noise), "--device", device]
+    command += ["--write-model", str(model)]
     command += [word for override in overrides for word in ("--set", override)]
     supervisor.start(_CHILD, command)
     child = supervisor.children[_CHILD]

@@ -96,8 +96,8 @@ class OtherDtype(Behaviour):
 class Prefilled(OtherEngine):
     """Takes a cheaper model's tokens and runs them once through the leased one, which gives real proofs and log-probs."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda engine: PrefilledEngine(engine, DTYPES[self._dtype]))
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(lambda engine: PrefilledEngine(engine, DTYPES[self._dtype], device))
         self._dtype: ComputeDtype = "float32"
 
     def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:

@@ -133,13 +133,13 @@ class FrozenEngine(WrappedEngine):
 class PrefilledEngine(AlteredEngine):
     """Takes tokens from a cheaper model (here: coarser weights), states and log-probs from the leased one."""
 
-    def __init__(self, inner: Engine, dtype: torch.dtype) -> None:
+    def __init__(self, inner: Engine, dtype: torch.dtype, device: str) -> None:
         super().__init__(inner, lambda weight: quantised_by_channel(weight, bits=4))
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._leased: Decoder | TransformersModel | None = None
 
     def load(self, folder: Path, version: int) -> None:
-        self._leased = load_causal(folder, self._dtype)
+        self._leased = load_causal(folder, self._dtype, self._device)
         super().load(folder, version)
 
     @torch.inference_mode()
@@ -149,12 +149,13 @@ class PrefilledEngine(AlteredEngine):
     def _through_leased(self, row: FinishedRow) -> FinishedRow:
         assert self._leased is not None, "load() must be called before step()"
         prompt, output = row.request.prompt_tokens, row.output_tokens
-        tokens_1T = torch.tensor([prompt + output[:-1]])
-        states_TH = self._leased(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0, len(prompt) - 1 :]
+        tokens_1T = torch.tensor([prompt + output[:-1]], device=self._device)
+        positions_1T = torch.arange(tokens_1T.shape[1], device=self._device)[None]
+        states_TH = self._leased(tokens_1T, positions_1T)[0, len(prompt) - 1 :]
         logprobs_TV = torch.log_softmax(
             self._leased.logits(states_TH).float() / row.request.temperature, dim=-1
         )
-        logprobs_T = logprobs_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
+        logprobs_T = logprobs_TV.gather(1, torch.tensor(output, device=self._device)[:, None])[:, 0]
         (proof,) = prove_states([states_TH[1:]], self.proof)
         return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
 

@@ -34,7 +34,7 @@ ROOM = 1.5
 """Another version is loaded beside the others if this many times its bytes are free; checks need memory too."""
 LEAST_BATCH_TOKENS = 512
 LEAST_FETCH_S = 120.0
-WATCH_S = 5.0
+WATCH_S = 1.0
 """Seconds between two questions for the newest version."""
 POLL_S = 0.1
 SLOWEST_BYTES_PER_S = 5e6

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.shardcast.file_image import RANGE_WORDS, ChangedWords, FileImage
+from shoal.trainer.memory import pin_memory, unpin_memory
 
 Sources = Mapping[str, Callable[[], Tensor]]
 """For each tensor of the file that can change: a function that returns its current value."""
@@ -59,16 +60,18 @@ class WeightsDiff:
         self.places = tensor_places(image)
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._pinned = False
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            # Pinned memory copies at the bus's full speed. Where the system refuses, copies are slower, and still right.
-            words = image.words
-            torch.cuda.cudart().cudaHostRegister(words.ctypes.data, words.nbytes, 0)
+            # High priority, because the next update waits for the end of the comparison: its short kernels must not queue behind
+            # those of the forward pass.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._pinned = pin_memory(image.words.ctypes.data, image.words.nbytes)
 
     def close(self) -> None:
         """Unpins the image's memory."""
-        if self._stream is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.image.words.ctypes.data)
+        if self._pinned:
+            unpin_memory(self.image.words.ctypes.data)
+            self._pinned = False
 
     def published(self, name: str) -> Tensor:
         """Returns a tensor of the published file, as bfloat16 in host memory. It shares the image's memory."""
