@@ -2,7 +2,8 @@
 
     python bench/publish.py out/demo --name demo          writes bench/results/demo and prints its figures; then: make figures
     python bench/publish.py out/gsm8k --out FOLDER        writes to FOLDER, on a machine from which few files can be fetched
-    python bench/publish.py bench/results/demo            prints the figures again
+    python bench/publish.py bench/results/demo            prints the figures again, and those of eval.jsonl if it is there: lines of
+                                                          `shoal eval --json`
 
 Held-out rewards have 95 % intervals over the problems: Wilson's for one answer to each that is right or wrong, else a normal one of the
 means. An evaluation asks the same problems at every version, so gains are differences by problem. Tokens are output tokens of accepted
@@ -30,7 +31,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.wire.ledger import LedgerEvent, TokenCounts, verify_chain
 
 RESULTS = Path(__file__).parent / "results"
-LEDGER, METRICS = "ledger.jsonl.gz", "metrics.jsonl.gz"
+LEDGER, METRICS, EVALUATED = "ledger.jsonl.gz", "metrics.jsonl.gz", "eval.jsonl"
 PATHS = re.compile(rb"[\"'](/(?:home|root|tmp|work|mnt)/[^\"'\\\\]*)")
 Scores = NDArray[np.float64]
 
@@ -191,6 +192,8 @@ def show(folder: Path) -> None:
     show_steps(metrics)
     for task, by_version in held_out(events).items():
         show_curve(task, by_version)
+    if (folder / EVALUATED).exists():
+        show_evaluated((folder / EVALUATED).read_text(encoding="utf-8"))
     show_work(events)
 
 
@@ -222,6 +225,17 @@ def gain(before_P: Scores, after_P: Scores) -> Share:
     half = Z_95 * float(change_P.std(ddof=1)) / len(change_P) ** 0.5
     mean = float(change_P.mean())
     return Share(mean, mean - half, mean + half)
+
+
+def show_evaluated(lines: str) -> None:
+    """Prints what `shoal eval` found."""
+    print()
+    for one in map(json.loads, lines.splitlines()):
+        share = Share(one["pass_at_1"], *one["pass_at_1_interval"])
+        print(
+            f"{one['task']['name']}, version {one['version']}, {one['prompts']} problems, temperature {one['temperature']:g}: "
+            f"pass@1 {share}, {one['tokens_mean']:.0f} tokens an answer"
+        )
 
 
 def show_work(events: list[dict[str, Any]]) -> None:

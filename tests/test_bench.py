@@ -86,6 +86,35 @@ def test_the_sharded_path_on_one_rank_gives_the_plain_paths_losses_and_gradients
     assert [line["sharded"] for line in lines[:-1]].count(True) == 3
 
 
+@pytest.mark.integration
+def test_whole_sites_in_processes_have_equal_states_after_each_round(tmp_path: Path) -> None:
+    options = [
+        "--peers",
+        "2",
+        "--every",
+        "2",
+        "--rounds",
+        "2",
+        "--mesh",
+        "loopback",
+        "--json",
+        str(tmp_path / "found"),
+    ]
+    run = subprocess.run(
+        [sys.executable, str(BENCH / "diloco.py"), "processes", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    first, second = json.loads((tmp_path / "found").read_text())["rounds"]
+    for sites in (first, second):
+        assert {one["outcome"] for one in sites} == {"COMMITTED"} and {one["peers"] for one in sites} == {2}
+        assert len({one["digest"] for one in sites}) == 1
+    assert first[0]["digest"] != second[0]["digest"]
+
+
 def test_a_published_run_says_what_its_ledger_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The means over problems are those of the coordinator; every accepted token has one fate."""
     monkeypatch.syspath_prepend(str(BENCH))
