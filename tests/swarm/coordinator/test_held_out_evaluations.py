@@ -47,6 +47,22 @@ def test_an_evaluation_is_cut_into_leases() -> None:
     assert cut(0, 2) == []
 
 
+def test_a_chunk_has_as_many_rows_as_a_train_lease(tmp_path: Path) -> None:
+    """512 prompts with one sample each were 32 leases of 16 rows, and training stood still for ten seconds on an H200."""
+    swarm = SmallSwarm(
+        tmp_path / "run",
+        CONFIG.model_copy(update={"prompts_per_lease": 4, "eval_prompts": 20, "eval_samples": 1}),
+    )
+    swarm.start()
+    train_rows = 4 * SPEC.sampling.samples_per_prompt
+    assert [swarm.proven_node().lease().num_rows for _ in range(3)] == [
+        train_rows,
+        train_rows,
+        20 - 2 * train_rows,
+    ]
+    swarm.close()
+
+
 def test_eval_leases_come_first_and_pose_the_held_out_set(evaluated: SmallSwarm) -> None:
     evaluated.start()
     nodes = [evaluated.proven_node() for _ in range(4)]

@@ -38,7 +38,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LedgerEven
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LedgerEvent]]:
     """The ledger of a finished run: a batch, and the held-out evaluations of two versions."""
     folder: Path = tmp_path_factory.mktemp("finished")
-    config = CONFIG.model_copy(update={"eval_prompts": 2, "groups_per_step": 2})
+    config = CONFIG.model_copy(update={"eval_prompts": 2, "eval_samples": 2, "groups_per_step": 2})
     swarm = SmallSwarm(folder, config, SPEC.model_copy(update={"last_version": 1}))
     swarm.start()
     node = swarm.proven_node()
@@ -277,8 +277,8 @@ def test_a_mean_reward_that_the_answers_do_not_have_is_found(finished: list[Ledg
         replay(changed(finished, batch, with_body(batch, reward_mean=0.9)))
     with pytest.raises(CorruptData, match="the result of version 1 by 'sort' is recorded as"):
         replay(changed(finished, result, with_body(result, reward_mean=0.9)))
-    with pytest.raises(CorruptData, match="has 800 rollouts, 8 were accepted"):
-        replay(changed(finished, result, with_body(result, rollouts=800)))
+    with pytest.raises(CorruptData, match="has 400 rollouts, 4 were accepted"):
+        replay(changed(finished, result, with_body(result, rollouts=400)))
 
 
 def test_more_or_fewer_rewards_and_tokens_than_rows_are_found(events: list[LedgerEvent]) -> None:

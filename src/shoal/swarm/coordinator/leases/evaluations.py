@@ -61,14 +61,26 @@ def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
 
 def plan_evaluation(tx: Transaction, coordinator: Coordinator, version: int) -> bool:
     """Plans the evaluations of a published version that are due. Returns whether the run is over: the last version has none."""
-    config, last = coordinator.config, coordinator.spec.last_version
+    last = coordinator.spec.last_version
     due = [
         one for one, _ in coordinator.evaluated if is_due(version, eval_every=one.every, last_version=last)
     ]
     for one in due:
-        row = {"num_prompts": one.prompts, "chunk_prompts": config.prompts_per_lease, "samples": one.samples}
+        chunk_prompts = prompts_of_chunk(coordinator, one.samples)
+        row = {"num_prompts": one.prompts, "chunk_prompts": chunk_prompts, "samples": one.samples}
         tx.write(insert(evaluations).values(version=version, task=one.task.title, **row))
     return not due and version == last
+
+
+def prompts_of_chunk(coordinator: Coordinator, samples: int) -> int:
+    """Returns the number of prompts in a chunk. It has as many rows as a train lease, or a few more.
+
+    With fewer rows, few samples for each prompt would hold up training: a lease lasts as long as its longest answer. The number must not
+    change during a run, because the problems of a chunk follow from its index.
+    """
+    spec = coordinator.spec
+    trained = max(spec.sampling.of(task).samples_per_prompt for task in spec.tasks)
+    return -(-coordinator.config.prompts_per_lease * trained // samples)
 
 
 def cut(num_prompts: int, chunk_prompts: int) -> list[int]:

@@ -388,7 +388,8 @@ def check_upload_limit(coordinator: Coordinator) -> None:
         prompts = pose_prompts(leased.task, "train", range(most))
         sizes.append((max_bytes(prompts, spec.sampling.of(leased.spec), spec.proof), most))
     for one, leased in coordinator.evaluated:
-        prompts = pose_prompts(leased.task, "eval", range(min(config.prompts_per_lease, one.prompts)))
+        num_prompts = min(evaluations.prompts_of_chunk(coordinator, one.samples), one.prompts)
+        prompts = pose_prompts(leased.task, "eval", range(num_prompts))
         sampling = spec.sampling.of(leased.spec).model_copy(update={"samples_per_prompt": one.samples})
         sizes.append((max_bytes(prompts, sampling, spec.proof), len(prompts)))
     needed, num_prompts = max(sizes)
