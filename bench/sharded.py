@@ -9,8 +9,9 @@ weights. The sharded path is FSDP2 on a process group of one rank (NCCL on a GPU
 does not use it: a single process has a bfloat16 copy instead.
 
 Prints loss, gradient norm, seconds and peak memory of each path, then the differences. The command fails if they are more than rounding
-(--tolerance, for loss and gradient norms), or if a peak is further than 15 % from `shoal run --dry-run`'s estimate. `max_gap` of the weights is in units of the learning
-rate: AdamW moves a weight whose gradient is near zero by the learning rate in either direction.
+(--tolerance, for the loss and the first gradient), or if a peak is further than 15 % from `shoal run --dry-run`'s estimate. `max_gap` of the
+weights is in units of the learning rate: AdamW moves a weight whose gradient is near zero by the learning rate in either direction. So weights
+drift apart after the first update, and norms of later gradients have DRIFT times the tolerance.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from trainer import SHAPES, draw, make_batch
 
 RUN_FILE = Path(__file__).parent.parent / "runs" / "intellect-2.toml"
 MOST_OFF = 0.15
+DRIFT = 5.0
 
 
 @contextmanager
@@ -148,14 +150,14 @@ def some_of(model: torch.nn.Module, every: int, of: Callable[[Tensor], Tensor | 
 def compare(plain: Measured, sharded: Measured, options: argparse.Namespace) -> bool:
     """Prints how far the two paths are from each other, and returns whether that is within the limits."""
     before, after = plain.figures, sharded.figures
-    norm_gap = max(abs(a - b) / a for a, b in zip(before["grad_norms"], after["grad_norms"], strict=True))
+    norm_gaps = [abs(a - b) / a for a, b in zip(before["grad_norms"], after["grad_norms"], strict=True)]
     loss_gap = abs(before["loss"] - after["loss"])
     of_plain, of_sharded = (torch.cat(list(one.gradients.values())).double() for one in (plain, sharded))
     gradient_gap = float((of_plain - of_sharded).norm() / of_plain.norm())
     pairs = [(plain.weights[name], sharded.weights[name]) for name in plain.weights]
     found = {
         "loss_gap": loss_gap,
-        "grad_norm_relative_gap": norm_gap,
+        "grad_norm_relative_gaps": norm_gaps,
         "gradient_relative_gap": gradient_gap,
         "kl_gap": abs(before["kl"] - after["kl"]),
         "weights_equal_share": sum(int((a == b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs),
@@ -163,8 +165,12 @@ def compare(plain: Measured, sharded: Measured, options: argparse.Namespace) -> 
         "peak_against_estimate": [one["peak_gb"] / one["estimate_gb"] for one in (before, after) if "peak_gb" in one],
     }  # fmt: skip
     print(json.dumps(found), flush=True)
-    near = max(loss_gap, norm_gap) <= options.tolerance
-    return near and all(abs(one - 1) <= MOST_OFF for one in found["peak_against_estimate"])
+    first = max(loss_gap, gradient_gap, norm_gaps[0]) <= options.tolerance
+    return (
+        first
+        and max(norm_gaps) <= DRIFT * options.tolerance
+        and all(abs(one - 1) <= MOST_OFF for one in found["peak_against_estimate"])
+    )
 
 
 def main() -> int:
