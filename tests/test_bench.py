@@ -169,6 +169,10 @@ def test_the_pictures_of_the_reproduction_page_can_be_drawn_again(tmp_path: Path
     )
     assert run.returncode == 0, run.stderr
     assert wanted and wanted == {path.name for path in tmp_path.iterdir()}
-    for count in re.findall(r"[\d,]{5,}", run.stdout.split("generated", 1)[1]):
+    counts = re.findall(
+        r"^  (?:generated|held out|trained|dropped|unused) +([\d,]+)", run.stdout, re.MULTILINE
+    )
+    assert counts
+    for count in counts:
         assert count in page, f"{count} output tokens are not in docs/reproduction.md"
     assert all((BENCH.parent / "docs" / "img" / name).is_file() for name in wanted)
