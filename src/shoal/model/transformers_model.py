@@ -15,12 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.files import is_out_of_memory
 from shoal.model.logprobs import LogitHead
 
 _PROBE_TOKENS = 7
 _TOLERANCE = 1e-3
+_CACHE_TOLERANCE = 0.3
+"""In bfloat16 the states of small random models differ by at most 0.05 of their norm, and those of a wrong cache by 0.85."""
 _CACHES = ("past_key_values", "cache_params")
 """Names under which families take and return what they keep of the tokens so far."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Settings of families whose logits have a soft cap: Gemma, RecurrentGemma."""
 UNLIMITED_POSITIONS = 1 << 20
 """Positions of a family without a limit of its own, such as a recurrent one."""
 
@@ -51,11 +56,15 @@ class TransformersModel(nn.Module):
                     module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
         # Registered part by part, so that parameter names get no prefix.
         for name, module in lm.named_children():
-            self.add_module(name, module)
+            self._modules[name] = (
+                module  # add_module refuses names that this class has, such as RWKV's `head`
+            )
         self._lm = (lm,)  # in a tuple: as an attribute it would be registered a second time
         self.config = lm.config
         self.packs = True
         """Whether packed samples do not influence each other; set by check_head_and_packing."""
+        self.caches = True
+        """Whether the family's cache gives the states of whole rows, about; set by check_head_and_packing."""
 
     @property
     def shape(self) -> ModelLimits:
@@ -91,7 +100,7 @@ class TransformersModel(nn.Module):
             weight_VH=last.weight,
             bias_V=getattr(last, "bias", None),
             scale=scale,
-            softcap=getattr(self.config, "final_logit_softcapping", None),
+            softcap=next((found for name in _SOFTCAPS if (found := getattr(self.config, name, None))), None),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -136,9 +145,12 @@ class CachedRows:
         self._fed_BT = fed_BT
         # A family without a cache computes the whole row again.
         answer = self._model.trunk(
-            input_ids=tokens_BT if self._cache else fed_BT, use_cache=True, **self._cache
+            input_ids=tokens_BT if self._cache else fed_BT, use_cache=self._model.caches, **self._cache
         )
-        self._cache = {name: kept for name in _CACHES if (kept := getattr(answer, name, None)) is not None}
+        if self._model.caches:
+            self._cache = {
+                name: kept for name in _CACHES if (kept := getattr(answer, name, None)) is not None
+            }
         states: Tensor = answer.last_hidden_state[:, -tokens_BT.shape[1] :]
         return states
 
@@ -146,11 +158,21 @@ class CachedRows:
         """Keeps these rows only."""
         assert self._fed_BT is not None, "nothing was fed"
         self._fed_BT = self._fed_BT[rows_B]
-        for cache in self._cache.values():
-            if not hasattr(cache, "batch_select_indices"):
-                self._cache = {}  # the next call computes the rows again
-                return
+        if not all(_keep_rows(cache, rows_B) for cache in self._cache.values()):
+            self._cache = {}  # the next call computes the rows again
+
+
+def _keep_rows(cache: Any, rows_B: Tensor) -> bool:
+    """Removes all other rows from a cache of transformers. Returns whether it could; if not, the cache must not be used."""
+    try:
+        # `batch_select_indices` leaves out the states of linear attention.
+        if any(hasattr(layer, "recurrent_states") for layer in getattr(cache, "layers", ())):
+            cache.reorder_cache(rows_B)
+        else:
             cache.batch_select_indices(rows_B)
+    except (AttributeError, IndexError):  # families with a cache of their own that lacks it, or fails in it
+        return False
+    return True
 
 
 def empty_transformers_model(
@@ -194,7 +216,7 @@ def _limits(config: Any) -> ModelLimits:
 
 
 def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
-    """Runs a few tokens: raises ValueError if LogitHead gives other logits, and sets `packs` to whether packing works."""
+    """Runs a few tokens: raises ValueError if LogitHead gives other logits, and sets `packs` and `caches` to whether these work."""
     weight = model.head().weight_VH
     tokens_BT = (torch.arange(2 * _PROBE_TOKENS, device=weight.device) * 7 + 3)[None] % weight.shape[0]
     half = torch.arange(_PROBE_TOKENS, device=weight.device)
@@ -215,6 +237,19 @@ def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
             model.packs = _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
         except TypeError:  # the architecture takes no position ids
             model.packs = False
+        model.caches = _caches(model, tokens_BT[:, :_PROBE_TOKENS], alone[:, :_PROBE_TOKENS])
+
+
+def _caches(model: TransformersModel, tokens_BT: Tensor, states_BTH: Tensor) -> bool:
+    """Returns whether tokens that are fed one by one have these states; MiniMax's cache gives others in transformers 5.22."""
+    fed = CachedRows(model)
+    try:
+        found_BTH = torch.cat([fed.feed(token_B1) for token_B1 in torch.split(tokens_BT, 1, dim=1)], dim=1)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return bool((found_BTH - states_BTH).float().norm() <= _CACHE_TOLERANCE * states_BTH.float().norm())
 
 
 def _close(left: Tensor, right: Tensor) -> bool:

@@ -127,6 +127,103 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        EXPERTS
+        | {
+            "num_local_experts": 4,
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 128}),
+    "nemotron": ("nemotron", GQA),
+    "exaone4": ("exaone4", GQA | {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "nanochat": ("nanochat", GQA),
+    "qwen3-next": (
+        "qwen3_next",
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "head_dim": 32,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        GQA
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        GQA | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+    ),
+    "minimax": (
+        "minimax",
+        EXPERTS
+        | {
+            "num_local_experts": 4,
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "block_size": 16,
+        },
+    ),
+    "recurrent-gemma": (
+        "recurrent_gemma",
+        {
+            "num_key_value_heads": 1,
+            "lru_width": 128,
+            "attention_window_size": 32,
+            "head_dim": 32,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    "rwkv": ("rwkv", {"attention_hidden_size": 128, "context_length": 128}),
     "glm4-moe": (
         "glm4_moe",
         EXPERTS | {"n_routed_experts": 4, "head_dim": 32, "first_k_dense_replace": 1, "n_group": 1},
@@ -141,7 +238,7 @@ STORED: dict[str, tuple[str, torch.dtype, str]] = {
     "mixtral-bfloat16-in-shards": ("mixtral", torch.bfloat16, "100KB"),
 }
 """Folders of these shapes in other dtypes, or in files of at most this size."""
-IN_DEFAULT_TESTS = ("llama-3.1", "gemma2", "deepseek-v3")
+IN_DEFAULT_TESTS = ("llama-3.1", "gemma2", "deepseek-v3", "qwen3-next", "minimax", "rwkv")
 """The others take a second each and run with `make integration`."""
 
 SPEC = make_spec()
