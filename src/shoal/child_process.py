@@ -31,8 +31,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 START_S = 120.0
@@ -81,33 +81,6 @@ class ChildLimits:
     """Most memory that requests may take beyond what the child holds when it starts to serve."""
     cpu_s: int
     """Seconds of processor time; the kernel ends the child with SIGXCPU."""
-
-
-_THREAD = threading.local()
-
-
-def bind_children(core: int) -> None:
-    """Makes every process that this thread starts from now on run on one core, where the system can do that."""
-    _THREAD.core = core
-
-
-@contextmanager
-def on_core_of_children() -> Iterator[None]:
-    """Runs the block, which starts a process, on the core that this thread's children are bound to, if they are.
-
-    The thread itself is not bound: its own children could keep it from running while it holds the interpreter's lock.
-    """
-    core: int | None = getattr(_THREAD, "core", None)
-    if core is None or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    with suppress(OSError):  # the core may have been taken from this process since
-        os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 class ChildProcess:
@@ -199,16 +172,15 @@ class ChildProcess:
             self.close()
             self._last_words = b""
             try:
-                with on_core_of_children():
-                    self._child = subprocess.Popen(
-                        self._command,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        env=self._env,
-                        bufsize=0,
-                        start_new_session=True,
-                    )
+                self._child = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=self._env,
+                    bufsize=0,
+                    start_new_session=True,
+                )
             # No memory, process or descriptor is left, or there is no such interpreter.
             except OSError as error:
                 raise ChildNotStarted(

@@ -11,7 +11,6 @@ from shoal.tasks import CannotGrade
 from shoal.tasks.grading.math_grader import grade_expression
 from shoal.tasks.grading.pool import Answer, GradingPool, GradingStopped, GradingTimeout
 from shoal.tasks.grading.program_grader import grade_program
-from shoal.tasks.grading.sandbox import _server, best_level
 from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, Split
 
 PROGRAM = Problem("p", "", check='{"tests": ["assert double(2) == 4"]}')
@@ -52,44 +51,6 @@ def test_rewards_come_in_the_order_of_the_rows(pool: GradingPool) -> None:
     ]
     assert pool.grade(Mixed(), rows) == [RIGHT, WRONG, RIGHT, WRONG, UNPARSEABLE, RIGHT]
     assert pool.grade(Mixed(), []) == []
-
-
-@dataclass(frozen=True)
-class CoresOfServers:
-    """Answers with nothing; notes the cores of each thread and of its fork server."""
-
-    found: list[tuple[set[int], set[int]]]
-    together: threading.Barrier
-    chat: bool = True
-
-    def problem(self, split: Split, seed: int) -> Problem:
-        return PROGRAM
-
-    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
-        self.together.wait(60.0)  # every row in a thread of its own
-        reward = grade_program(problem, text)
-        pid = _server(best_level()).pid
-        assert pid is not None
-        self.found.append((os.sched_getaffinity(0), os.sched_getaffinity(pid)))
-        return reward
-
-
-def test_the_processes_of_each_thread_have_a_core_of_their_own() -> None:
-    """Otherwise programs move between cores, which costs a quarter of the speed on 16 of them."""
-    cores = os.sched_getaffinity(0)
-    for workers in (0, len(cores) + 1):
-        count = workers or len(cores)
-        task = CoresOfServers([], threading.Barrier(count))
-        pool = GradingPool(workers)
-        assert pool.grade(task, [Answer(PROGRAM, GOOD, 1)] * count) == [RIGHT] * count
-        pool.close()
-        assert all(thread == cores for thread, _ in task.found), (
-            "a thread may not wait behind its own programs"
-        )
-        bound = [server for _, server in task.found]
-        # With more threads than cores none is bound: two would share a core while another is free.
-        wanted = [{core} for core in sorted(cores)] if not workers else [cores] * count
-        assert sorted(bound, key=min) == wanted
 
 
 def test_rows_are_graded_at_the_same_time(pool: GradingPool) -> None:

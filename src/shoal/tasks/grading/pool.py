@@ -1,22 +1,19 @@
 """Grades the answers of a submission in parallel, under a clock of its own.
 
 Each thread of the pool has its own fork server for programs and its own child process for mathematics, so the work itself is done
-by as many processes as there are cores; the threads only wait for them. With a thread for each core, the processes
-of each thread stay on one core: a program, its tests and what watches them take turns, and moving them costs more than it saves. A row has its own limits (program_grader.py,
+by as many processes as there are cores; the threads only wait for them. A row has its own limits (program_grader.py,
 math_grader.py). The clock of a submission limits all rows together: rows that have not begun when it runs out are dropped, and the
 at most one row per thread that is being graded ends by its own limit. So a submission delays the next one by no more than that.
 """
 
 import functools
 import os
-import random
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from shoal.child_process import bind_children
 from shoal.tasks.task import CannotGrade, Problem, Reward, Task
 from shoal.tasks.task_errors import grade_answer
 
@@ -49,14 +46,8 @@ class GradingPool:
     """Threads that grade answers, as many as there are cores unless told otherwise."""
 
     def __init__(self, workers: int = 0) -> None:
-        cores = usable_cores()
-        self.workers = workers or len(cores)
-        # In another order in every process, so that the few threads that a small submission needs are not on one core in all of them.
-        random.SystemRandom().shuffle(cores)
-        self._free_cores = cores if self.workers == len(cores) else []
-        self._executor = ThreadPoolExecutor(
-            self.workers, thread_name_prefix="grading", initializer=self._bind_children
-        )
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="grading")
 
     def grade(
         self,
@@ -94,24 +85,12 @@ class GradingPool:
         """Waits for the rows that are being graded, and ends the threads and their processes."""
         self._executor.shutdown(cancel_futures=True)
 
-    def _bind_children(self) -> None:
-        """Binds the processes that this thread will start to a core of their own, if the pool has as many threads as cores."""
-        if self._free_cores:
-            bind_children(self._free_cores.pop())
-
     def _all_done(self, futures: list[Future[Reward]], timeout_s: float) -> bool:
         """Waits; returns whether all rows are graded. Raises what the grading of a row raised."""
         done, waiting = wait(futures, timeout=max(0.0, timeout_s), return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
         return not waiting
-
-
-def usable_cores() -> list[int]:
-    """Returns the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))  # macOS
 
 
 @functools.cache

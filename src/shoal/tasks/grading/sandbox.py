@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from shoal.child_process import on_core_of_children
 from shoal.tasks.grading import gvisor, sandbox_child
 from shoal.tasks.grading.entry_points import names_from_program
 from shoal.tasks.grading.sandbox_child import MAX_JOB_BYTES, MAX_STRETCH, NOT_BUILT, READY, TIMED_OUT
@@ -282,7 +281,7 @@ class SandboxServer:
     def _start_server(self) -> socket.socket:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, on_core_of_children():
+        with theirs:
             self._process = subprocess.Popen(
                 _server_command(self._level, self._folder.name),
                 stdin=theirs.fileno(),
