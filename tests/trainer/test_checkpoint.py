@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -91,6 +92,20 @@ def test_what_a_killed_process_left_half_written_is_deleted(tmp_path: Path, mode
     (left / "weights.safetensors").write_bytes(bytes(1000))
     save(kept, learner, None)
     assert os.listdir(tmp_path / "checkpoints") == ["v000000"]
+
+
+def test_a_process_that_was_killed_before_it_deleted_an_old_checkpoint_leaves_none_behind(
+    tmp_path: Path, model: Path
+) -> None:
+    """The next process may find the run complete, and then saves nothing."""
+    learner, kept = make_learner(model), checkpoints(tmp_path)
+    save(kept, learner, None)
+    for _ in range(2):
+        save(kept, learner, advance(learner, 1))
+    shutil.copytree(tmp_path / "checkpoints" / "v000001", tmp_path / "checkpoints" / "v000000")
+    found = checkpoints(tmp_path).newest()
+    assert found is not None and found.state.version == 2
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["v000001", "v000002"]
 
 
 def truncate(path: Path) -> None:

@@ -195,6 +195,7 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
             try:
                 found = _verify(folder, version)
                 self.covered = found.state.version
+                self._delete_older()  # the process before was killed before it did, and a finished run saves no other
                 return found
             except DamagedCheckpoint as damaged:
                 self._log.warning("damaged checkpoint skipped", checkpoint=folder, reason=damaged)
@@ -230,9 +231,16 @@ class Checkpoints(BackgroundSave[LearnerSnapshot]):
         replace_folder(partial_folder, final)
         self.covered = state.version
         # Checkpoints newer than the one just saved are damaged, or the run would have continued from them.
-        known = self._versions()
-        older = sorted((version for version in known if version <= state.version), reverse=True)
-        for version in set(known) - set(older[: self._keep]):
+        for version in self._versions():
+            if version > state.version:
+                shutil.rmtree(self._folder / f"v{version:06d}")
+        self._delete_older()
+
+    def _delete_older(self) -> None:
+        """Deletes all but the newest `keep` of the checkpoints up to the one that is known to be sound."""
+        assert self.covered is not None, "no checkpoint is known to be sound"
+        older = sorted((version for version in self._versions() if version <= self.covered), reverse=True)
+        for version in older[self._keep :]:
             shutil.rmtree(self._folder / f"v{version:06d}")
 
     def _partial(self, version: int) -> Path:
