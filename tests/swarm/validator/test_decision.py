@@ -376,3 +376,30 @@ def test_the_last_tokens_of_a_row_are_judged_where_no_calibration_knows_their_bl
     assert verdict_on(off, noise) == "reject.wrong_sampling"
     claimed = [replace(longer[0], logprobs_T=np.append(longer[0].logprobs_T[:-4], [-0.8] * 4)), *longer[1:]]
     assert verdict_on(longer, noise, facts_of=claimed) == "reject.wrong_logprobs"
+
+
+def test_a_wide_tail_does_not_let_the_log_probs_of_most_rows_be_wrong(
+    policy: LoadedPolicy, noise: Noise
+) -> None:
+    """A calibration with one honest row that is far off, as routing to experts gives, has such tails."""
+    assert noise.logprobs is not None and noise.logprobs.alone is not None
+    wide = {"one_in_100": 1e3, "one_in_1000": 1e4}
+    tails = tuple(tail.model_copy(update=wide) for tail in noise.logprobs.tails)
+    alone = noise.logprobs.alone.model_copy(update=wide)
+    heavy = noise.model_copy(
+        update={"logprobs": noise.logprobs.model_copy(update={"tails": tails, "alone": alone})}
+    )
+    lease, tolerances = make_lease(SPEC), default_tolerances("bfloat16")
+    rows = make_table(lease, policy).rows
+    facts = recompute(rows, lease, policy, control_seed=1)
+
+    def with_wrong(count: int) -> list[Rollout]:
+        wrong = [replace(row, logprobs=tuple(one - 0.7 for one in row.logprobs)) for row in rows[:count]]
+        return [*wrong, *rows[count:]]
+
+    half = len(rows) // 2
+    check_facts(with_wrong(half), facts, tolerances, heavy)
+    with pytest.raises(Rejected, match=rf"wrong_logprobs: {half + 1} of {len(rows)} rows"):
+        check_facts(with_wrong(half + 1), facts, tolerances, heavy)
+    few = slice(0, 4)
+    check_facts(with_wrong(4)[few], facts[few], tolerances, heavy)

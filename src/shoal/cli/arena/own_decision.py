@@ -26,6 +26,7 @@ from shoal.toploc.decision import (
     calibrated_statistic,
     outlier_bound,
 )
+from shoal.toploc.segment_rules import HALF
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Finish
@@ -34,8 +35,8 @@ from shoal.wire.run_spec import Tolerances
 BROKEN = 10.0
 PER_STATISTIC = 4
 """Columns of each statistic: excess, variance, units, rows."""
-COMMON = 6
-"""Columns after those: far draws, tokens, surprise, its variance, cut ends, ends."""
+COMMON = 8
+"""Columns after those: far draws, tokens, surprise, its variance, cut ends, ends, rows with far log-probs, rows."""
 
 
 def row_facts(row: CheckedRow, segments: Sequence[SegmentCheck]) -> RowFacts:
@@ -83,9 +84,10 @@ class ShoalDecision(PublishedToploc):
             found = np.maximum(found, z / _each(rows, partial(_sum_bound, one)))
             found = np.maximum(found, worst_row / _each(rows, partial(_row_bound, one)))
             found = np.maximum(found, worst_unit / _each(units, partial(_unit_bound, one)))
-        far, tokens, surprise, variance, cut, ended = sums_SA[:, PER_STATISTIC * len(calibrated) :][
-            :, :COMMON
-        ].T
+        common = sums_SA[:, PER_STATISTIC * len(calibrated) :][:, :COMMON]
+        far, tokens, surprise, variance, cut, ended, off, rows = common.T
+        most = np.maximum(fact_checks.FEW_ROWS, np.floor(HALF * rows))
+        found = np.where(off > most, np.maximum(found, BROKEN), found)
         allowed = fact_checks.FAR_DRAWS_CERTAIN + np.floor(fact_checks.FAR_DRAWS_RATE * tokens)
         found = np.where(far > allowed, np.maximum(found, BROKEN), found)
         sigma = np.sqrt(np.maximum(variance, fact_checks.MIN_SURPRISE_VARIANCE))
@@ -125,7 +127,8 @@ class ShoalDecision(PublishedToploc):
             and fact.draw_distance_T[-1] > self.tolerances.draw
         )
         surprise, variance = float(fact.surprise_T.sum()), float(fact.surprise_variance_T.sum())
-        return [far, count, surprise, variance, float(cut), float(ended)]
+        off = float(fact_checks.is_far_off(row.rollout, fact, self.tolerances))
+        return [far, count, surprise, variance, float(cut), float(ended), off, 1.0]
 
     def _broken(self, row: CheckedRow, fact: RowFacts) -> float:
         """Returns BROKEN if a check without a scale refuses the row."""

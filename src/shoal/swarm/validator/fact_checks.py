@@ -337,6 +337,10 @@ def _unknown(noise: Noise | None, statistic: str, num_tokens: int) -> npt.NDArra
 SHORT_ROW = 3.0
 """Widens the tolerance of a row's log-probs by this over the root of its tokens. With one tolerance for all rows, 186 of 21,504
 honest submissions in bfloat16 were refused."""
+FAR_LOGPROBS = 0.15
+"""Mean difference of a row's log-probs (or the run's tolerance, if that is more) from which it is far off."""
+FEW_ROWS = 4
+"""Rows that may be far off in a small submission: the samples of one prompt may be so together."""
 
 
 def check_logprobs(
@@ -344,8 +348,14 @@ def check_logprobs(
 ) -> None:
     """Refuses log-probs that are off on average over the submission or over one row.
 
-    Short rows may be off by more. Tokens in blocks that a calibration judges are left out.
+    Short rows may be off by more. Tokens in blocks that a calibration judges are left out, unless most rows are off.
     """
+    far = sum(is_far_off(row, fact, tolerances) for row, fact in zip(rows, facts, strict=True))
+    if far > most_far_off(len(rows)):
+        raise Rejected(
+            "reject.wrong_logprobs",
+            f"{far} of {len(rows)} rows have log-probs that are off by more than {tolerances.logprob:.3g} on average",
+        )
     gaps = [logprob_gaps(row, fact) for row, fact in zip(rows, facts, strict=True)]
     mean = float(np.concatenate(gaps).mean())
     if mean > tolerances.logprob and (noise is None or noise.logprobs is None):
@@ -357,12 +367,33 @@ def check_logprobs(
         left_T = gaps_T[_unknown(noise, "logprobs", len(gaps_T))]
         if not len(left_T):
             continue
-        gap, allowed = float(left_T.mean()), tolerances.logprob * (1 + SHORT_ROW / math.sqrt(len(left_T)))
+        gap, allowed = float(left_T.mean()), _widened(tolerances.logprob, len(left_T))
         if gap > allowed:
             raise Rejected(
                 "reject.wrong_logprobs",
                 f"{where(row)}: log-probs are off by {gap:.3g} on average, at most {allowed:.3g}",
             )
+
+
+def is_far_off(row: Rollout, fact: RowFacts, tolerances: Tolerances) -> bool:
+    """Returns whether the mean difference of a row's log-probs is further off than that of nearly all honest rows of any model."""
+    return logprob_gap(row, fact) > _widened(_far_gap(tolerances), len(row.output_tokens))
+
+
+def most_far_off(num_rows: int) -> int:
+    """Returns how many rows may be far off, whatever a calibration says.
+
+    Where tokens are routed to experts, a few honest rows are far off. Their tail, extrapolated, would let all rows be.
+    """
+    return max(FEW_ROWS, int(HALF * num_rows))
+
+
+def _far_gap(tolerances: Tolerances) -> float:
+    return max(FAR_LOGPROBS, tolerances.logprob)
+
+
+def _widened(gap: float, num_tokens: int) -> float:
+    return gap * (1 + SHORT_ROW / math.sqrt(num_tokens))
 
 
 def logprob_gaps(row: Rollout, fact: RowFacts) -> npt.NDArray[np.float64]:
