@@ -1,21 +1,21 @@
 """Measures when decoding again gives the same bits, and which old weights that finds.
 
     python bench/decode_replay.py
+    python bench/decode_replay.py --model FOLDER --device cuda --dtypes bfloat16
 
-Rows of `tiny` on a CPU. First: the same rows once more, with other numbers of rows and threads, and parts of the rows alone. Then:
+First: the same rows once more, with other numbers of rows and threads, and parts of the rows alone. Then:
 rows by weights that are one step old, which are compared with rows by the right weights, and judged by a validator's tolerances.
 """
 
 import argparse
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from shoal.model.builtin import create_model
+from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.lying_engines import AlteredEngine, older
@@ -66,9 +66,9 @@ def generate(engine: Engine, folder: Path, requests: Sequence[GenerationRequest]
     return found
 
 
-def make(dtype: ComputeDtype, *, threads: int = 1, max_rows: int = 64) -> TorchEngine:
+def make(dtype: ComputeDtype, device: str, *, threads: int = 1, max_rows: int = 64) -> TorchEngine:
     torch.set_num_threads(threads)
-    return TorchEngine(compute_dtype=dtype, proof=ProofSpec(), max_rows=max_rows)
+    return TorchEngine(compute_dtype=dtype, proof=ProofSpec(), max_rows=max_rows, device=device)
 
 
 def equal(rows: Rows, first: Rows) -> str:
@@ -89,40 +89,44 @@ def verdict(rows: Rows, policy: LoadedPolicy, dtype: ComputeDtype) -> str:
     return ACCEPTED
 
 
-def measure(folder: Path, dtype: ComputeDtype) -> None:
-    requests = requests_of(folder)
-    first = generate(make(dtype), folder, requests)
+def measure(folder: Path, dtype: ComputeDtype, device: str) -> None:
+    requests, new = requests_of(folder), partial(make, dtype, device)
+    first = generate(new(), folder, requests)
     again = {
-        "all rows again": (make(dtype), requests),
-        "16 rows at once": (make(dtype, max_rows=16), requests),
-        "1 row at once": (make(dtype, max_rows=1), requests[:SAMPLES]),
-        "one prompt's rows": (make(dtype), requests[:SAMPLES]),
-        "8 scattered rows": (make(dtype), requests[::9]),
+        "all rows again": (new(), requests),
+        "16 rows at once": (new(max_rows=16), requests),
+        "1 row at once": (new(max_rows=1), requests[:SAMPLES]),
+        "one prompt's rows": (new(), requests[:SAMPLES]),
+        "8 scattered rows": (new(), requests[::9]),
     }
     for name, (engine, some) in again.items():
         print(
             f"{dtype:9} {name:18} same bits in {equal(generate(engine, folder, some), first)} rows",
             flush=True,
         )
-    two = generate(make(dtype, threads=2), folder, requests)
+    two = generate(new(threads=2), folder, requests)
     print(f"{dtype:9} {'2 threads':18} same bits in {equal(two, first)} rows", flush=True)
-    policy = LoadedPolicy(0, load_decoder(folder, DTYPES[dtype]), load_tokenizer(folder))
+    policy = LoadedPolicy(0, load_decoder(folder, DTYPES[dtype], device), load_tokenizer(folder))
     for rate in RATES:
-        stale = generate(AlteredEngine(make(dtype), partial(older, rate=rate)), folder, requests)
+        stale = generate(AlteredEngine(new(), partial(older, rate=rate)), folder, requests)
         code = verdict(stale, policy, dtype)
         print(
-            f"{dtype:9} one step of {rate:<6g} same bits in {equal(stale, first)} rows; by tolerances {code}"
+            f"{dtype:9} one step of {rate:<6g} same bits in {equal(stale, first)} rows; by tolerances {code}",
+            flush=True,
         )
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        create_model("tiny", Path(scratch) / "tiny", seed=0)
-        measure(Path(scratch) / "tiny", "float32")
-        measure(Path(scratch) / "tiny", "bfloat16")
+    )
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
+    options = parser.parse_args()
+    with model_folder(options.model) as folder:
+        for dtype in options.dtypes:
+            measure(folder, dtype, options.device)
 
 
 if __name__ == "__main__":
