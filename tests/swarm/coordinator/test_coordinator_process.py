@@ -248,7 +248,7 @@ def test_a_lease_of_an_evaluation_must_fit_the_upload_limit_too(tmp_path: Path) 
     coordinator = open_coordinator(
         CONFIG.model_copy(update={"max_upload_bytes": 1 << 20}), spec, tmp_path, log=LOG
     )
-    with closing(coordinator), pytest.raises(ValueError, match="a lease of 2 prompts may need"):
+    with closing(coordinator), pytest.raises(ValueError, match="a lease of 1 prompt may need"):
         check_upload_limit(coordinator)
 
 

@@ -395,6 +395,6 @@ def check_upload_limit(coordinator: Coordinator) -> None:
     needed, num_prompts = max(sizes)
     if needed > config.max_upload_bytes:
         raise ValueError(
-            f"a lease of {num_prompts} prompts may need {needed} bytes, above "
-            f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
+            f"a lease of {num_prompts} prompt{'s' * (num_prompts > 1)} may need {needed} bytes, above "
+            f"max_upload_bytes={config.max_upload_bytes}; raise it, or lower prompts_per_lease or the samples of a prompt"
         )
