@@ -81,7 +81,7 @@ class EachOnce:
     run: str
     """The run's name."""
     chunk: int
-    """The run's coordinator.prompts_per_lease."""
+    """Prompts in a chunk of the run's evaluation."""
     count: int = 0
     """Problems that are drawn from the training part; 0: all."""
     seed: int = 0

@@ -45,6 +45,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import MAX_NEW_TOKENS, is_url
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import Stopped
+from shoal.swarm.coordinator.rules.planning import chunk_prompts
 from shoal.tasks import Finite, Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet, listed_row
 from shoal.tasks.datasets.file_options import digest_of, is_file_option
@@ -181,7 +182,9 @@ def write_run_file(options: argparse.Namespace, spec: TaskSpec) -> int:
         pose_problem(task, "train", 0)  # raises an error that says why there are none
     draw = make_draw(options, options.k or DEFAULT_K, Sampling(max_new_tokens=MAX_NEW_TOKENS))
     name = f"filter-{re.sub('[^a-z0-9]+', '-', spec.name.lower())}"[:40].strip("-")
-    each = {"task": spec.name, **spec.options, "run": name, "chunk": PROMPTS_PER_LEASE}
+    trained_samples = max(2, draw.samples)  # no run may train on groups of one
+    chunk = chunk_prompts(PROMPTS_PER_LEASE, trained_samples=trained_samples, samples=draw.samples)
+    each = {"task": spec.name, **spec.options, "run": name, "chunk": chunk}
     each |= {"count": options.problems or 0, "seed": options.seed}
     given = "".join(f" --option {shlex.quote(f'{name}={value}')}" for name, value in spec.options.items())
     given = given.replace("\n", "\n# ")  # every line of a comment needs its mark
@@ -209,6 +212,7 @@ options = {to_toml(each)}
 [sampling]
 temperature = {draw.temperature}
 max_new_tokens = {draw.max_new_tokens}
+samples_per_prompt = {trained_samples}
 
 [trainer]
 row_tokens = {draw.max_new_tokens + 8192}

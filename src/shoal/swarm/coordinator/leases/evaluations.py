@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
-from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk
+from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk, chunk_prompts
 from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.lease import Verdict
@@ -66,21 +66,19 @@ def plan_evaluation(tx: Transaction, coordinator: Coordinator, version: int) -> 
         one for one, _ in coordinator.evaluated if is_due(version, eval_every=one.every, last_version=last)
     ]
     for one in due:
-        chunk_prompts = prompts_of_chunk(coordinator, one.samples)
-        row = {"num_prompts": one.prompts, "chunk_prompts": chunk_prompts, "samples": one.samples}
+        size = prompts_of_chunk(coordinator, one.samples)
+        row = {"num_prompts": one.prompts, "chunk_prompts": size, "samples": one.samples}
         tx.write(insert(evaluations).values(version=version, task=one.task.title, **row))
     return not due and version == last
 
 
 def prompts_of_chunk(coordinator: Coordinator, samples: int) -> int:
-    """Returns the number of prompts in a chunk. It has as many rows as a train lease, or a few more.
-
-    With fewer rows, few samples for each prompt would hold up training: a lease lasts as long as its longest answer. The number must not
-    change during a run, because the problems of a chunk follow from its index.
-    """
+    """Returns the number of prompts in a chunk. It is the same in the whole run, because the problems of a chunk follow from its index."""
     spec = coordinator.spec
-    trained = max(spec.sampling.of(task).samples_per_prompt for task in spec.tasks)
-    return -(-coordinator.config.prompts_per_lease * trained // samples)
+    trained_samples = max(spec.sampling.of(task).samples_per_prompt for task in spec.tasks)
+    return chunk_prompts(
+        coordinator.config.prompts_per_lease, trained_samples=trained_samples, samples=samples
+    )
 
 
 def cut(num_prompts: int, chunk_prompts: int) -> list[int]:

@@ -203,6 +203,14 @@ def _refuse_surplus(inputs: PlanningInputs, wanted: int, *, reserved: int) -> No
         )
 
 
+def chunk_prompts(prompts_per_lease: int, *, trained_samples: int, samples: int) -> int:
+    """Returns the number of prompts in a chunk of an evaluation: it has as many rows as a train lease, or a few more.
+
+    With fewer rows, few samples for each prompt would hold up training: a lease lasts as long as its longest answer.
+    """
+    return -(-prompts_per_lease * trained_samples // samples)
+
+
 def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) -> int:
     """Returns the size limit of a file: twice the largest size that an honest one can have."""
     prompt_tokens = max(len(prompt.encode()) for prompt in prompts) + PROMPT_SLACK_TOKENS
