@@ -54,11 +54,10 @@ class TransformersModel(nn.Module):
                 if buffer is not None and kept and buffer.is_floating_point():
                     del module._buffers[name]
                     module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
-        # Registered part by part, so that parameter names get no prefix.
+        # Registered part by part, so that parameter names get no prefix. Not by add_module, which refuses names that this class has,
+        # such as RWKV's `head`.
         for name, module in lm.named_children():
-            self._modules[name] = (
-                module  # add_module refuses names that this class has, such as RWKV's `head`
-            )
+            self._modules[name] = module
         self._lm = (lm,)  # in a tuple: as an attribute it would be registered a second time
         self.config = lm.config
         self.packs = True

@@ -38,6 +38,19 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 2,
 }
 GQA: dict[str, Any] = {"num_key_value_heads": 2}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
 EXPERTS: dict[str, Any] = GQA | {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROPE: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0}
 
@@ -111,38 +124,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", GQA),
     "falcon": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2}),
-    "deepseek-v3": (
-        "deepseek_v3",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
-    "deepseek-v2": (
-        "deepseek_v2",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK),
     "gpt-oss": (
         "gpt_oss",
         EXPERTS

