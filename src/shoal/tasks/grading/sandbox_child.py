@@ -3,8 +3,8 @@
 Imports no other module of shoal, since it runs without packages. It loads Python's modules once; each job then costs a few forks:
     server   enters a file system with only Python's library, without network, and waits for jobs on its standard input, a socket
     monitor  one for each job: enters new process and mount namespaces, waits, and ends everything after the time limit
-    init     process 1 of the new process namespace: when it ends, the kernel kills all other processes in it
-    program  the untrusted code, under limits, as a user of its own
+    program  the untrusted code, under limits, as a user of its own. It is process 1 of the new process namespace: when it ends, the
+             kernel kills all other processes in it
 
 A job is one message with JSON and file descriptors: status socket, source, standard input, standard output, and the pipe to the other
 sandbox. The server never reads the source, since every later program could find it in its memory. The monitor answers on the status
@@ -212,7 +212,6 @@ def package_folders() -> list[str]:
 
 def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None], files: Any) -> NoReturn:
     """Runs one job and sends its result. `files` is the module sandbox_files."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
     # A user id that no other process has: limits count and signals reach only the program's processes.
     uid = None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
@@ -220,18 +219,23 @@ def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None], fil
     result: dict[str, Any] = {"status": NOT_BUILT, "starved": False}
     try:
         _isolate(job, uid)
-        ended_fd, alive_fd = os.pipe()
-        init = os.fork()
-        if init == 0:
+        ended_fd, wakeup_fd = os.pipe()
+        os.set_blocking(wakeup_fd, False)
+        signal.set_wakeup_fd(wakeup_fd)  # writes there when a child process ends
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        program = os.fork()
+        if program == 0:
             try:
                 _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.dup2(stdin_fd, 0)
                 os.dup2(stdout_fd, 1)
-                _be_init(job, uid, source_fd, pipe, alive_fd, run)
+                _be_program(job, uid, source_fd, pipe, run)
             finally:
                 os._exit(1)  # an error must not return into the monitor's code
-        _close_all_but({2, status_fd, ended_fd, job["proc"]})
-        result = _watch(init, job, uid, status_fd, ended_fd, files)
+        _close_all_but({2, status_fd, ended_fd, wakeup_fd, job["proc"]})
+        result = _watch(program, job, uid, status_fd, ended_fd, files)
         if job["level"] == "gvisor":
             os.chdir("/")
             files.remove_tree(job["folder"])
@@ -265,10 +269,12 @@ def _isolate(job: Job, uid: int | None) -> None:
         _prctl(_PR_SET_SUBREAPER, 1)
 
 
-def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, files: Any) -> dict[str, Any]:
+def _watch(
+    program: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, files: Any
+) -> dict[str, Any]:
     """Waits until the program ends, its time or disk is used up, or the other end of the status socket is closed."""
     poll = select.poll()
-    # A pipe whose other end init holds, since gVisor has no pidfd_open; it also reports a closed socket as readable only.
+    # A pipe for SIGCHLD, since gVisor has no pidfd_open; it also reports a closed socket as readable only.
     poll.register(ended_fd, select.POLLIN)
     poll.register(status_fd, select.POLLIN | select.POLLRDHUP)
     started_s = now_s = time.monotonic()
@@ -278,17 +284,23 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, 
     counted_by_kernel = job["level"] in _OWN_PROCESSES
     disk_look_s = float("inf") if counted_by_kernel else started_s + DISK_WATCH_S
     over_disk, before_s = False, None
+    ended = 0, 0
     while not ready and not over_disk and now_s < give_up_s:
         # At times that the program cannot know: it could otherwise end its own processes before each look.
         look_s = LONGEST_LOOK_S * (1 + os.urandom(1)[0]) / 256
         ready = {fd for fd, _ in poll.poll(1000 * min(look_s, give_up_s - now_s) + 1)}
+        if ended_fd in ready:
+            os.read(ended_fd, 64)
+            ended = os.waitpid(program, os.WNOHANG)
+            if not ended[0]:
+                ready.discard(ended_fd)  # a process ended whose parent had ended before
         if not ready and time.monotonic() >= disk_look_s:
             began_s = time.monotonic()
             over_disk = files.uses_more_than(job["folder"], uid, job["disk_bytes"], MAX_FILES)
             # A fifth of a processor at most: /tmp may hold many files of others.
             disk_look_s = time.monotonic() + max(DISK_WATCH_S, 4 * (time.monotonic() - began_s))
         # Time in which the program was ready to run, but the machine was busy with others, does not count.
-        found_s = None if ready else _waited_s(init, job["proc"])
+        found_s = None if ready else _waited_s(program, job["proc"])
         if found_s is not None and before_s is not None:
             waited_s += found_s - before_s
         before_s = found_s
@@ -296,23 +308,23 @@ def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, 
         now_s = time.monotonic()
     timed_out = not ready
     starved = timed_out and not over_disk and job["wall_s"] + waited_s >= longest_s
-    if timed_out or status_fd in ready:
-        os.kill(init, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
+    if not ended[0]:
+        os.kill(program, signal.SIGKILL)
+        ended = os.waitpid(program, 0)
+    status = min(os.waitstatus_to_exitcode(ended[1]) & 0xFF, MAX_PROGRAM_STATUS)
     if job["level"] not in _OWN_PROCESSES:
         _kill_remaining(uid)
         files.remove_files_of(uid)
     return {"status": TIMED_OUT if timed_out else status, "starved": starved}
 
 
-def _waited_s(init: int, proc: int) -> float | None:
+def _waited_s(program: int, proc: int) -> float | None:
     """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it."""
     try:
-        pids = _read_at(proc, f"{init}/task/{init}/children").split()
-        if len(pids) != 1 or _read_at(proc, f"{pids[0]}/task/{pids[0]}/children").strip():
+        if _read_at(proc, f"{program}/task/{program}/children").strip():
             return None
-        fields = _read_at(proc, f"{pids[0]}/status").partition("Threads:")[2].split()
-        _, waited_ns, _ = _read_at(proc, f"{pids[0]}/schedstat").split()
+        fields = _read_at(proc, f"{program}/status").partition("Threads:")[2].split()
+        _, waited_ns, _ = _read_at(proc, f"{program}/schedstat").split()
     except OSError:
         return None  # it has just ended, or this kernel keeps no such counts
     return int(waited_ns) / 1e9 if fields[:1] == ["1"] else None
@@ -353,27 +365,6 @@ def _parent(pid: int) -> int:
         return 0
 
 
-# -- init -------------------------------------------------------------------------------------------------
-
-
-def _be_init(
-    job: Job,
-    uid: int | None,
-    source_fd: int,
-    pipe: list[int],
-    alive_fd: int,
-    run: Callable[[str, list[int]], None],
-) -> NoReturn:
-    program = os.fork()
-    if program == 0:
-        _be_program(job, uid, source_fd, pipe, run)
-    _close_all_but({2, alive_fd})
-    while True:
-        pid, status = os.wait()
-        if pid == program:
-            os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, MAX_PROGRAM_STATUS))
-
-
 # -- program ----------------------------------------------------------------------------------------------
 
 
@@ -395,6 +386,8 @@ def _be_program(
         os.setresuid(uid, uid, uid)
     # Drops all capabilities.
     _call("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", 0, 0, 0, 0, 0, 0))
+    # Again: changing the user cleared it. If the monitor is killed, so are all processes of the program.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Processes of the same user must not read the memory of this one: the tests' sandbox has the tests in it.
     _prctl(_PR_SET_DUMPABLE, 0)
     filter_calls(job["filter"])
