@@ -297,7 +297,7 @@ def test_a_program_ends_when_its_monitor_is_killed(level: Level) -> None:
             parents = {
                 int(pid): int(parent) for pid, parent in map(str.split, listed.stdout.splitlines()[1:])
             }
-            ours = [pid for pid in parents if server.pid in ancestors(pid, parents)]
+            ours = [pid for pid in parents if server.pid in list(ancestors(pid, parents))]
             program = next(pid for pid in ours if pid not in parents.values())
             os.kill(parents[program], signal.SIGKILL)
             with pytest.raises(CannotGrade, match="monitor has ended"):
