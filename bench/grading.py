@@ -3,12 +3,14 @@
     python bench/grading.py                        4,096 answers, half programs with 20 tests, half mathematics
     python bench/grading.py --answers 256          a short run
     python bench/grading.py --processes 1 8 16     other numbers of processes than one and all cores
+    python bench/grading.py --processes 16 20 24 --rounds 3 --starts 0 --no-plain     compares them in turns, in 90 s on 16 cores
 
 Prints the overhead of a warmed start: the wall-clock time of an empty script in its sandbox, and of a program with 20 tests that do
 nothing, per test. Then for each number of processes, with equally many answers for each process:
 
-    ratio          answers per second, to processes times those of one process that is kept on one core. Without that, "one process" is
-                   more than one core: a program, its tests and what watches them run at the same time
+    ratio          answers per second, to processes (at most the cores) times those of one process that is kept on one core. Without
+                   that, "one process" is more than one core: a program, its tests and what watches them run at the same time.
+                   That one is measured again in each round
     plain          the same ratio of two loops without the pool, one that computes and one that forks: what the machine itself reaches.
                    Cores that are two threads of one processor core, or that other guests use, do not reach 1
     dispatcher     milliseconds of processor time of the pool's own process for one answer. Its threads share one interpreter
@@ -169,6 +171,29 @@ def start_cost_ms(count: int) -> tuple[float, float]:
     return statistics.median(scripts), statistics.median(tests)
 
 
+def measure_all(
+    answers: list[Answer], processes: list[int], cores: list[int], acts: list[Callable[[], None]]
+) -> None:
+    """Prints the speed of one process on one core, then of each number of processes. `acts` is what is measured without the pool."""
+    one = speed(answers[: max(FEWEST, len(answers) // max(processes))], 1, cores={cores[0]})
+    plain = {act: plain_per_s(act, 1) for act in acts}
+    print(
+        f"one process on one core: {one.per_s:.1f} answers/s, dispatcher {one.dispatcher_ms:.2f} ms, "
+        f"machine {one.machine_ms:.2f} ms an answer"
+    )
+    print("processes  answers  answers/s  ratio  dispatcher ms  machine ms  plain: computing, forking")
+    for count in processes:
+        some = answers[: max(FEWEST, len(answers) * count // max(processes))]
+        found = speed(some, count)
+        used = min(count, len(cores))
+        reached = [f"{plain_per_s(act, used) / (used * alone):.2f}" for act, alone in plain.items()]
+        print(
+            f"{count:9}  {len(some):7}  {found.per_s:9.1f}  {found.per_s / (used * one.per_s):5.2f}  "
+            f"{found.dispatcher_ms:13.2f}  {found.machine_ms:10.2f}  {', '.join(reached)}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -186,28 +211,23 @@ def main() -> None:
     parser.add_argument(
         "--starts", type=int, default=50, help="number of starts that are measured (default: 50)"
     )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often all of it is measured, in turns (default: 1)"
+    )
+    parser.add_argument(
+        "--no-plain", action="store_true", help="do not measure what the machine reaches without the pool"
+    )
     options = parser.parse_args()
     print(f"level {best_level()}, {len(cores)} cores, load {os.getloadavg()[0]:.1f} before the start")
-    script_ms, test_ms = start_cost_ms(options.starts)
-    print(
-        f"warmed start: {script_ms:.1f} ms a script, {test_ms:.2f} ms a test of a program with {NUM_TESTS} tests"
-    )
-    answers = make_answers(options.answers)
-    one = speed(answers[: max(FEWEST, len(answers) // max(options.processes))], 1, cores={cores[0]})
-    plain = {act: plain_per_s(act, 1) for act in (compute, fork)}
-    print(
-        f"one process on one core: {one.per_s:.1f} answers/s, dispatcher {one.dispatcher_ms:.2f} ms an answer"
-    )
-    print("processes  answers  answers/s  ratio  plain: computing, forking  dispatcher ms  machine ms")
-    for count in options.processes:
-        some = answers[: max(FEWEST, len(answers) * count // max(options.processes))]
-        found = speed(some, count)
-        reached = [plain_per_s(act, count) / (count * alone) for act, alone in plain.items()]
+    if options.starts:
+        script_ms, test_ms = start_cost_ms(options.starts)
         print(
-            f"{count:9}  {len(some):7}  {found.per_s:9.1f}  {found.per_s / (count * one.per_s):5.2f}  "
-            f"{reached[0]:16.2f}  {reached[1]:7.2f}  {found.dispatcher_ms:13.2f}  {found.machine_ms:10.2f}",
-            flush=True,
+            f"warmed start: {script_ms:.1f} ms a script, {test_ms:.2f} ms a test of a program with {NUM_TESTS} tests"
         )
+    answers = make_answers(options.answers)
+    acts = [] if options.no_plain else [compute, fork]
+    for _ in range(options.rounds):
+        measure_all(answers, options.processes, cores, acts)
     print(f"load {os.getloadavg()[0]:.1f} at the end")
 
 

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ from shoal.tasks.grading.sandbox import (
 )
 from shoal.tasks.grading.sandbox_child import MAX_FILES, TIMED_OUT, package_folders
 from shoal.tasks.grading.sandbox_files import SHARED_FOLDERS
-from shoal.tasks.grading.system_calls import allowed_numbers
+from shoal.tasks.grading.system_calls import ARCHITECTURES, allowed_numbers, filter_program
 from shoal.tasks.task import CannotGrade
 
 LIMITS = SandboxLimits(cpu_s=2, wall_s=8.0, memory_bytes=200 << 20)
@@ -282,6 +284,30 @@ def test_a_daemon_does_not_outlive_its_sandbox(level: Level) -> None:
     )
 
 
+@pytest.mark.parametrize("level", [level for level in levels() if level != "gvisor"])
+def test_a_program_ends_when_its_monitor_is_killed(level: Level) -> None:
+    """The program changes its user, which clears the signal that the kernel sends it when its parent ends."""
+    server = SandboxServer(level)
+    try:
+        with server.start(
+            "script", "print('runs', flush=True)\nimport time\ntime.sleep(1000)", LIMITS
+        ) as one:
+            assert os.read(one._output, 5) == b"runs\n"
+            listed = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True)
+            parents = {
+                int(pid): int(parent) for pid, parent in map(str.split, listed.stdout.splitlines()[1:])
+            }
+            ours = [pid for pid in parents if server.pid in list(ancestors(pid, parents))]
+            program = next(pid for pid in ours if pid not in parents.values())
+            os.kill(parents[program], signal.SIGKILL)
+            with pytest.raises(CannotGrade, match="monitor has ended"):
+                one.wait()
+            os.set_blocking(one._output, False)
+            assert os.read(one._output, 1) == b"", "no process has the other end"
+    finally:
+        server.close()
+
+
 def test_a_program_may_print_while_it_is_called() -> None:
     assert passes("def add(a, b):\n    print('x' * 200_000)\n    return a + b", TESTS, limits=LIMITS)
 
@@ -356,7 +382,7 @@ REFUSED = {
     "rt_tgsigqueueinfo": ((297, 240), "(os.getpid(), os.getpid(), 0, b'\\0' * 128)"),
     "pidfd_open": ((434, 434), "(os.getpid(), 0)"),
     "pidfd_send_signal": ((424, 424), "(0, 0, 0, 0)"),
-    "prlimit64 of another": ((302, 261), "(os.getppid(), 7, 0, b'\\0' * 16)"),
+    "prlimit64 of another": ((302, 261), "(os.getpid() + 1, 7, 0, b'\\0' * 16)"),
     "fcntl F_SETOWN": ((72, 25), "(0, 8, os.getpid())"),
     "fcntl F_SETSIG": ((72, 25), "(0, 10, 9)"),
     "ioctl TIOCSTI": ((16, 29), "(0, 0x5412, b'x')"),
@@ -394,6 +420,32 @@ REFUSED = {
     "memfd_create": ((319, 279), "(b'x', 0)"),
     "a call that no kernel has": ((999, 999), "()"),
 }
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_the_filter_allows_the_listed_numbers_and_no_other(machine: str) -> None:
+    steps = [*struct.iter_unpack("<HBBI", filter_program(machine) or b"")]
+    architecture = ARCHITECTURES[machine][1]
+    allowed = {number for number in range(1000) if run_filter(steps, number, architecture) == 0x7FFF0000}
+    # With all arguments 0, fcntl, clone, prlimit64 and sendto are allowed; ioctl is not.
+    conditional = {"x86_64": {72, 56, 302, 44}, "aarch64": {25, 220, 261, 206}}[machine]
+    assert allowed == {*allowed_numbers(machine).values()} | conditional
+    assert run_filter(steps, 0, 1) == run_filter(steps, 0x40000000, architecture) == 0x80000000
+
+
+def run_filter(steps: list[tuple[int, ...]], number: int, architecture: int) -> int:
+    """Returns what a filter answers to a call whose arguments are all 0."""
+    data, place, value = struct.pack("<II56x", number, architecture), 0, 0
+    while True:
+        code, if_true, if_false, constant = steps[place]
+        if code == 0x06:
+            return constant
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, constant)
+            place += 1
+        else:
+            found = {0x15: value == constant, 0x35: value >= constant, 0x45: value & constant != 0}[code]
+            place += 1 + (if_true if found else if_false)
 
 
 @pytest.mark.parametrize("level", levels())

@@ -1,19 +1,22 @@
 """A fork server that builds sandboxes and runs programs in them: `python -I -S sandbox_child.py JSON`, started by sandbox.py.
 
-Imports no other module of shoal, since it runs without packages. It loads Python's modules once; each job then costs a few forks:
+Imports no other module of shoal, since it runs without packages. It loads Python's modules once; each job then costs one fork, or two:
     server   enters a file system with only Python's library, without network, and waits for jobs on its standard input, a socket
-    monitor  one for each job: enters new process and mount namespaces, waits, and ends everything after the time limit
-    init     process 1 of the new process namespace: when it ends, the kernel kills all other processes in it
-    program  the untrusted code, under limits, as a user of its own
+    monitor  waits, and ends everything after the time limit. The server itself where each job has namespaces of its own, so that the
+             kernel ends its processes; at the other levels one process for each job
+    program  the untrusted code, under limits, as a user of its own. It is process 1 of a new process namespace: when it ends, the
+             kernel kills all other processes in it
 
 A job is one message with JSON and file descriptors: status socket, source, standard input, standard output, and the pipe to the other
 sandbox. The server never reads the source, since every later program could find it in its memory. The monitor answers on the status
 socket {"status": EXIT STATUS, "starved": whether it could not be graded because the machine is too busy}; it ends the program when the
 other end is closed.
 
-sandbox_modes.py runs the program itself, system_calls.py has the filter, sandbox_files.py counts and deletes a program's files.
+sandbox_modes.py runs the program itself, system_calls.py has the filter, sandbox_files.py counts and removes a program's files and
+processes.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -57,6 +60,8 @@ WARM = (
 """Modules that programs often import, loaded once."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_PYTHON_LIBC = ctypes.PyDLL(None, use_errno=True)  # its calls keep the interpreter's lock
+_CLONE = {"x86_64": 56, "aarch64": 220}  # number of the system call
 _NEWUSER = 0x10000000
 _SERVER_NAMESPACES = 0x20000 | 0x4000000 | 0x8000000 | 0x40000000
 """New namespaces of the server for mounts, host name, IPC and network. Jobs share that for IPC: the filter of system calls allows
@@ -78,7 +83,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_SUBREAPER, _PR_NO_
 
 
 def main(level: str, folder: str) -> NoReturn:
-    """Builds what all jobs share, then forks a monitor for each job until the socket is closed."""
+    """Builds what all jobs share, then runs jobs until the socket is closed."""
     server = socket.socket(fileno=os.dup(0))
     modes, calls, files = map(_load, ("sandbox_modes", "system_calls", "sandbox_files"))
     code = calls.filter_program(os.uname().machine)
@@ -92,18 +97,41 @@ def main(level: str, folder: str) -> NoReturn:
         os._exit(NOT_BUILT)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended monitors leave no zombies
     server.send(READY)
+    if level in _ISOLATED:
+        _serve_isolated(server, Monitor(modes, files), host)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended monitors leave no zombies
     while True:
         message, fds, _, _ = socket.recv_fds(server, MAX_JOB_BYTES, 8)
         if not message:
             os._exit(0)
         if os.fork() == 0:
             server.close()
-            job = json.loads(message) | host
-            monitor(job, fds, modes.MODES[job["mode"]], files)
+            _run_one(json.loads(message) | host, fds, modes, files)
         for fd in fds:
             os.close(fd)
+
+
+def _serve_isolated(server: socket.socket, monitor: "Monitor", host: Job) -> NoReturn:
+    """Is the monitor of all jobs itself, until the socket is closed; that ends all programs that still run."""
+    monitor.poll.register(server, select.POLLIN)
+    while True:
+        if server.fileno() not in monitor.wait():
+            continue
+        message, fds, _, _ = socket.recv_fds(server, MAX_JOB_BYTES, 8)
+        if not message:
+            os._exit(0)
+        monitor.start(json.loads(message) | host, fds)
+
+
+def _run_one(job: Job, fds: list[int], modes: Any, files: Any) -> NoReturn:
+    """Runs one job in a monitor of its own, at the levels at which a program's remaining processes must be found and killed."""
+    monitor = Monitor(modes, files)
+    monitor.start(job, fds)
+    os.close(0)  # the server's socket: otherwise nobody would notice that the server has ended
+    while monitor.programs:
+        monitor.wait()
+    os._exit(0)
 
 
 def _load(name: str) -> Any:
@@ -137,9 +165,9 @@ def _enter(folder: str, flags: int) -> None:
     uid, gid = os.getuid(), os.getgid()
     _call("unshare", flags)
     if flags & _NEWUSER:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{NOBODY} {uid} 1")
-        _write("/proc/self/gid_map", f"{NOBODY} {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1")
     _build_root(folder, strict=not flags & _NEWUSER)
 
 
@@ -210,176 +238,192 @@ def package_folders() -> list[str]:
 # -- monitor ----------------------------------------------------------------------------------------------
 
 
-def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None], files: Any) -> NoReturn:
-    """Runs one job and sends its result. `files` is the module sandbox_files."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
-    # A user id that no other process has: limits count and signals reach only the program's processes.
-    uid = None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
-    job["processes"] += _own_processes(job["level"])
-    result: dict[str, Any] = {"status": NOT_BUILT, "starved": False}
-    try:
-        _isolate(job, uid)
-        ended_fd, alive_fd = os.pipe()
-        init = os.fork()
-        if init == 0:
-            try:
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.dup2(stdin_fd, 0)
-                os.dup2(stdout_fd, 1)
-                _be_init(job, uid, source_fd, pipe, alive_fd, run)
-            finally:
-                os._exit(1)  # an error must not return into the monitor's code
-        _close_all_but({2, status_fd, ended_fd, job["proc"]})
-        result = _watch(init, job, uid, status_fd, ended_fd, files)
-        if job["level"] == "gvisor":
-            os.chdir("/")
-            files.remove_tree(job["folder"])
-    except OSError as error:
-        result["error"] = str(error)
-    try:
-        os.write(status_fd, json.dumps(result).encode())
-    except OSError:
-        os._exit(1)  # nobody waits for the result
-    os._exit(0)
+class Monitor:
+    """Starts programs, ends those whose time or disk is used up, and sends their results."""
+
+    def __init__(self, modes: Any, files: Any) -> None:
+        """`modes` and `files` are the modules sandbox_modes and sandbox_files."""
+        self._modes, self._files = modes, files
+        self.programs: dict[int, Running] = {}
+        """Programs that run, by status socket."""
+        self.poll = select.poll()
+        # A pipe that becomes readable when a child process ends, since gVisor has no pidfd_open.
+        self._ended_fd, wakeup_fd = os.pipe()
+        os.set_blocking(wakeup_fd, False)
+        signal.set_wakeup_fd(wakeup_fd)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.poll.register(self._ended_fd, select.POLLIN)
+
+    def start(self, job: Job, fds: list[int]) -> None:
+        """Starts a program, or sends the result that it could not be started. Closes all files of the job but the status socket."""
+        status_fd = fds[0]
+        # A user id that no other process has: limits count and signals reach only the program's processes.
+        job["uid"] = None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
+        if job["level"] == "limits":
+            # The program has no user of its own: this user's threads count towards its limit.
+            job["processes"] += self._files.count_own_threads()
+        try:
+            if job["level"] not in _ISOLATED:
+                _use_folder(job)
+            self.programs[status_fd] = Running(_start_program(job, fds, self._modes), job)
+            self.poll.register(status_fd, select.POLLIN | select.POLLRDHUP)
+        except OSError as error:
+            _send(status_fd, NOT_BUILT, error=str(error))
+            os.close(status_fd)
+        for fd in fds[1:]:
+            os.close(fd)
+
+    def wait(self) -> set[int]:
+        """Waits for the next event, at most until the next look at a program. Returns the files that can be read."""
+        left_s = min((one.look_s - time.monotonic() for one in self.programs.values()), default=60.0)
+        ready = {fd for fd, _ in self.poll.poll(1000 * min(max(left_s, 0.0), 60.0) + 1)}
+        if self._ended_fd in ready:
+            os.read(self._ended_fd, 64)
+        for status_fd, one in list(self.programs.items()):
+            if status_fd in ready:
+                self.poll.unregister(status_fd)
+                one.kill()  # nobody waits for the result
+            if (status := one.look(self._files)) is not None:
+                del self.programs[status_fd]
+                with contextlib.suppress(KeyError):  # it was ready before
+                    self.poll.unregister(status_fd)
+                _send(status_fd, status, starved=one.starved)
+                os.close(status_fd)
+        return ready
 
 
-def _isolate(job: Job, uid: int | None) -> None:
-    """Gives a job processes and a /tmp of its own, or a folder and orphaned processes where there are no namespaces."""
-    if job["level"] in _ISOLATED:
-        _call("unshare", _JOB_NAMESPACES)
-        limits = f"size={job['disk_bytes']},nr_inodes={MAX_FILES},mode=1777"
-        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
-        if job["level"] == "bubblewrap":
-            _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
-        os.chdir("/tmp")
-        return
+def _send(status_fd: int, status: int, *, starved: bool = False, error: str = "") -> None:
+    with contextlib.suppress(OSError):  # nobody waits for the result
+        os.write(status_fd, json.dumps({"status": status, "starved": starved, "error": error}).encode())
+
+
+def _use_folder(job: Job) -> None:
+    """Gives a job a folder, and its monitor the orphaned processes, where there are no mount namespaces."""
     if job["level"] == "gvisor":
         _call("unshare", _PROCESSES)
-        job["folder"] = f"/tmp/{uid}"
+        job["folder"] = f"/tmp/{job['uid']}"
         os.mkdir(job["folder"], 0o700)
-    if uid is not None:
-        os.chown(job["folder"], uid, NOBODY)
+    if job["uid"] is not None:
+        os.chown(job["folder"], job["uid"], NOBODY)
     os.chdir(job["folder"])
     if job["level"] not in _OWN_PROCESSES:
         _prctl(_PR_SET_SUBREAPER, 1)
 
 
-def _watch(init: int, job: Job, uid: int | None, status_fd: int, ended_fd: int, files: Any) -> dict[str, Any]:
-    """Waits until the program ends, its time or disk is used up, or the other end of the status socket is closed."""
-    poll = select.poll()
-    # A pipe whose other end init holds, since gVisor has no pidfd_open; it also reports a closed socket as readable only.
-    poll.register(ended_fd, select.POLLIN)
-    poll.register(status_fd, select.POLLIN | select.POLLRDHUP)
-    started_s = now_s = time.monotonic()
-    longest_s = MAX_STRETCH * job["wall_s"]
-    give_up_s, waited_s = started_s + job["wall_s"], 0.0
-    ready: set[int] = set()
-    counted_by_kernel = job["level"] in _OWN_PROCESSES
-    disk_look_s = float("inf") if counted_by_kernel else started_s + DISK_WATCH_S
-    over_disk, before_s = False, None
-    while not ready and not over_disk and now_s < give_up_s:
-        # At times that the program cannot know: it could otherwise end its own processes before each look.
-        look_s = LONGEST_LOOK_S * (1 + os.urandom(1)[0]) / 256
-        ready = {fd for fd, _ in poll.poll(1000 * min(look_s, give_up_s - now_s) + 1)}
-        if not ready and time.monotonic() >= disk_look_s:
-            began_s = time.monotonic()
-            over_disk = files.uses_more_than(job["folder"], uid, job["disk_bytes"], MAX_FILES)
-            # A fifth of a processor at most: /tmp may hold many files of others.
-            disk_look_s = time.monotonic() + max(DISK_WATCH_S, 4 * (time.monotonic() - began_s))
-        # Time in which the program was ready to run, but the machine was busy with others, does not count.
-        found_s = None if ready else _waited_s(init, job["proc"])
-        if found_s is not None and before_s is not None:
-            waited_s += found_s - before_s
-        before_s = found_s
-        give_up_s = started_s + min(job["wall_s"] + waited_s, longest_s)
+def _start_program(job: Job, fds: list[int], modes: Any) -> int:
+    """Starts the program's process and returns its id."""
+    status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
+    isolated = job["level"] in _ISOLATED
+    pid = _fork(_JOB_NAMESPACES) if isolated else os.fork()
+    if pid == 0:
+        try:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(stdin_fd, 0)
+            os.dup2(stdout_fd, 1)
+            if isolated:
+                _mount_tmp(job)
+            _be_program(job, source_fd, pipe, modes.MODES[job["mode"]])
+        except OSError as error:
+            # Of the sandbox: before the program's own code runs, its copy of this socket is closed.
+            _send(status_fd, NOT_BUILT, error=str(error))
+        finally:
+            os._exit(1)  # an error must not return into the monitor's code
+    return pid
+
+
+def _mount_tmp(job: Job) -> None:
+    """Gives a job a /tmp of its own, in its mount namespace."""
+    limits = f"size={job['disk_bytes']},nr_inodes={MAX_FILES},mode=1777"
+    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
+    if job["level"] == "bubblewrap":
+        _mount("tmpfs", "/proc", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
+    os.chdir("/tmp")
+
+
+def _fork(namespaces: int) -> int:
+    """Forks a child process into new namespaces. With os.fork(), after unshare(), a process could do so only once."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = int(_PYTHON_LIBC.syscall(_CLONE[os.uname().machine], namespaces | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"clone: {os.strerror(number)}")
+    return pid
+
+
+class Running:
+    """A program that runs, and what is known of its time."""
+
+    def __init__(self, pid: int, job: Job) -> None:
+        self._pid, self._job = pid, job
+        self._started_s = time.monotonic()
+        self._longest_s = MAX_STRETCH * job["wall_s"]
+        self._give_up_s, self._waited_s = self._started_s + job["wall_s"], 0.0
+        self._before_s: float | None = None
+        counted_by_kernel = job["level"] in _OWN_PROCESSES
+        self._disk_look_s = float("inf") if counted_by_kernel else self._started_s + DISK_WATCH_S
+        self._timed_out = self.starved = self._killed = False
+        self._plan_look()
+
+    def kill(self) -> None:
+        """Ends the program; `look` returns the result when it has ended."""
+        self._killed = True
+        os.kill(self._pid, signal.SIGKILL)
+        self.look_s = float("inf")
+
+    def look(self, files: Any) -> int | None:
+        """Returns the status of a program that has ended, after its processes and files are gone. Ends one whose time or disk is used up."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if pid:
+            self._clean_up(files)
+            found = min(os.waitstatus_to_exitcode(status) & 0xFF, MAX_PROGRAM_STATUS)
+            return TIMED_OUT if self._timed_out else found
         now_s = time.monotonic()
-    timed_out = not ready
-    starved = timed_out and not over_disk and job["wall_s"] + waited_s >= longest_s
-    if timed_out or status_fd in ready:
-        os.kill(init, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
-    if job["level"] not in _OWN_PROCESSES:
-        _kill_remaining(uid)
-        files.remove_files_of(uid)
-    return {"status": TIMED_OUT if timed_out else status, "starved": starved}
-
-
-def _waited_s(init: int, proc: int) -> float | None:
-    """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it."""
-    try:
-        pids = _read_at(proc, f"{init}/task/{init}/children").split()
-        if len(pids) != 1 or _read_at(proc, f"{pids[0]}/task/{pids[0]}/children").strip():
+        if self._killed or now_s < self.look_s:
             return None
-        fields = _read_at(proc, f"{pids[0]}/status").partition("Threads:")[2].split()
-        _, waited_ns, _ = _read_at(proc, f"{pids[0]}/schedstat").split()
-    except OSError:
-        return None  # it has just ended, or this kernel keeps no such counts
-    return int(waited_ns) / 1e9 if fields[:1] == ["1"] else None
+        job, over_disk = self._job, False
+        if now_s >= self._disk_look_s:
+            over_disk = files.uses_more_than(job["folder"], job["uid"], job["disk_bytes"], MAX_FILES)
+            # A fifth of a processor at most: /tmp may hold many files of others.
+            self._disk_look_s = time.monotonic() + max(DISK_WATCH_S, 4 * (time.monotonic() - now_s))
+        # Time in which the program was ready to run, but the machine was busy with others, does not count.
+        found_s = files.waited_s(self._pid, job["proc"])
+        if found_s is not None and self._before_s is not None:
+            self._waited_s += found_s - self._before_s
+        self._before_s = found_s
+        stretched_s = job["wall_s"] + self._waited_s
+        self._give_up_s = self._started_s + min(stretched_s, self._longest_s)
+        self._timed_out = over_disk or time.monotonic() >= self._give_up_s
+        self.starved = self._timed_out and not over_disk and stretched_s >= self._longest_s
+        self._plan_look()
+        if self._timed_out:
+            self.kill()
+        return None
 
+    def _plan_look(self) -> None:
+        # At times that the program cannot know: it could otherwise end its own processes before each look.
+        pause_s = LONGEST_LOOK_S * (1 + os.urandom(1)[0]) / 256
+        self.look_s = min(time.monotonic() + pause_s, self._give_up_s)
 
-def _read_at(proc: int, path: str) -> str:
-    with os.fdopen(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
-        return file.read()
-
-
-def _kill_remaining(uid: int | None) -> None:
-    """Kills the program's remaining processes: all of its user, or all that became our children when their parents ended."""
-    if uid is not None:
-        _works(lambda: _kill_all_of(uid))
-    for _ in range(100):
-        children = [pid for pid in _processes() if _parent(pid) == os.getpid()]
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        if not children:
-            return
-
-
-def _kill_all_of(uid: int) -> None:
-    os.setresuid(uid, uid, uid)
-    os.kill(-1, signal.SIGKILL)
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-# -- init -------------------------------------------------------------------------------------------------
-
-
-def _be_init(
-    job: Job,
-    uid: int | None,
-    source_fd: int,
-    pipe: list[int],
-    alive_fd: int,
-    run: Callable[[str, list[int]], None],
-) -> NoReturn:
-    program = os.fork()
-    if program == 0:
-        _be_program(job, uid, source_fd, pipe, run)
-    _close_all_but({2, alive_fd})
-    while True:
-        pid, status = os.wait()
-        if pid == program:
-            os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, MAX_PROGRAM_STATUS))
+    def _clean_up(self, files: Any) -> None:
+        if self._job["level"] not in _OWN_PROCESSES:
+            files.kill_remaining(self._job["uid"])
+            files.remove_files_of(self._job["uid"])
+        if self._job["level"] == "gvisor":
+            os.chdir("/")
+            files.remove_tree(self._job["folder"])
 
 
 # -- program ----------------------------------------------------------------------------------------------
 
 
-def _be_program(
-    job: Job, uid: int | None, source_fd: int, pipe: list[int], run: Callable[[str, list[int]], None]
-) -> NoReturn:
+def _be_program(job: Job, source_fd: int, pipe: list[int], run: Callable[[str, list[int]], None]) -> NoReturn:
+    uid = job["uid"]
     with os.fdopen(source_fd, "rb") as file:
         source = file.read().decode()
     os.environ.clear()
@@ -395,6 +439,8 @@ def _be_program(
         os.setresuid(uid, uid, uid)
     # Drops all capabilities.
     _call("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", 0, 0, 0, 0, 0, 0))
+    # Again: changing the user cleared it. If the monitor is killed, so are all processes of the program.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Processes of the same user must not read the memory of this one: the tests' sandbox has the tests in it.
     _prctl(_PR_SET_DUMPABLE, 0)
     filter_calls(job["filter"])
@@ -414,20 +460,6 @@ def _limit(job: Job) -> None:
         hard = resource.getrlimit(kind)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(kind, (value, value))
-
-
-def _own_processes(level: str) -> int:
-    """Returns how many threads this user runs, which count towards the program's limit if it has no user of its own."""
-    if level != "limits":
-        return 0
-    count = 0
-    for pid in _processes():
-        try:
-            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                count += len(os.listdir(f"/proc/{pid}/task"))
-        except OSError:
-            continue  # the process has ended
-    return count
 
 
 def filter_calls(code: bytes) -> None:
@@ -454,11 +486,6 @@ def _prctl(option: int, *arguments: object) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     _call("mount", *texts[:3], ctypes.c_ulong(flags), texts[3])
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
 
 
 def _close_all_but(keep: Collection[int]) -> None:

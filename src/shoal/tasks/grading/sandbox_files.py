@@ -1,4 +1,4 @@
-"""Counts and deletes the files of a sandboxed program. Loaded by sandbox_child.py; imports no other module of shoal.
+"""Counts and removes the files and processes of a sandboxed program. Loaded by sandbox_child.py; imports no other module of shoal.
 
 Where a program has a /tmp of its own, the kernel limits it. At the levels `user` and `limits` it writes on the machine's disk, so its
 monitor counts its files while it runs. Files that are deleted while they are open are not found; there are at most a few hundred.
@@ -6,6 +6,7 @@ monitor counts its files while it runs. Files that are deleted while they are op
 
 import contextlib
 import os
+import signal
 import stat
 from collections.abc import Iterable, Iterator
 
@@ -116,3 +117,71 @@ def _delete_files(folder: int, top: int) -> list[str]:
                 os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
                 moved.append(new)
     return moved
+
+
+# -- processes --------------------------------------------------------------------------------------------
+
+
+def waited_s(program: int, proc: int) -> float | None:
+    """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it."""
+    try:
+        if _read_at(proc, f"{program}/task/{program}/children").strip():
+            return None
+        fields = _read_at(proc, f"{program}/status").partition("Threads:")[2].split()
+        _, waited_ns, _ = _read_at(proc, f"{program}/schedstat").split()
+    except OSError:
+        return None  # it has just ended, or this kernel keeps no such counts
+    return int(waited_ns) / 1e9 if fields[:1] == ["1"] else None
+
+
+def _read_at(proc: int, path: str) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
+        return file.read()
+
+
+def kill_remaining(uid: int | None) -> None:
+    """Kills the program's remaining processes: all of its user, or all that became our children when their parents ended."""
+    if uid is not None:
+        _kill_all_of(uid)
+    for _ in range(100):
+        children = [pid for pid in _processes() if _parent(pid) == os.getpid()]
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if not children:
+            return
+
+
+def _kill_all_of(uid: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def count_own_threads() -> int:
+    """Returns how many threads this user runs."""
+    count = 0
+    for pid in _processes():
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{pid}/task"))
+        except OSError:
+            continue  # the process has ended
+    return count
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0

@@ -77,12 +77,23 @@ def filter_program(machine: str) -> bytes | None:
         # Numbers of the x32 interface name the same calls again.
         *((_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)),
     ]
-    for number in allowed_numbers(machine).values():
-        steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for numbers, body in _CONDITIONS:
         steps += [(_EQUAL, 0, len(body), numbers[column]), *body]
-    steps.append((_RETURN, 0, 0, _EPERM))
+    numbers_allowed = set(allowed_numbers(machine).values())
+    # The first number of each range that is allowed, and of each that is refused, in turns.
+    edges = sorted(numbers_allowed ^ {number + 1 for number in numbers_allowed})
+    steps += _search(edges, 0, len(edges))
     return b"".join(struct.pack("<HBBI", *step) for step in steps)
+
+
+def _search(edges: list[int], low: int, high: int) -> list[Step]:
+    """Returns steps that find a number's range by halves. The kernel tries a filter with every number when a process installs it, so a
+    list that is compared one by one would cost each program as long as a fork."""
+    if low == high:
+        return [(_RETURN, 0, 0, _ALLOW if low % 2 else _EPERM)]
+    middle = (low + high) // 2
+    below = _search(edges, low, middle)
+    return [(_AT_LEAST, len(below), 0, edges[middle]), *below, *_search(edges, middle + 1, high)]
 
 
 def _argument(index: int, *, high: bool = False) -> Step:
