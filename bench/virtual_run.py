@@ -181,13 +181,20 @@ class VirtualRun:
         except Rejected:
             return None
 
-    def verdict(self, claim: Claim, code: str, evidence: dict[str, Any] | None = None) -> str:
+    def verdict(
+        self,
+        claim: Claim,
+        code: str,
+        evidence: dict[str, Any] | None = None,
+        rewards: tuple[float, ...] | None = None,
+    ) -> str:
+        """Gives a verdict. Without `rewards`, every group of an accepted submission has signal."""
         accepted, rows = code == "accepted", claim.lease.num_rows
         verdict = Verdict(
             lease_id=claim.lease.lease_id,
             code=code,
             detail="",
-            rewards=tuple(float(row % 2) for row in range(rows)) if accepted else (),
+            rewards=(rewards or tuple(float(row % 2) for row in range(rows))) if accepted else (),
             output_tokens=8 * rows if accepted else 0,
             checks=claim.checks,
             evidence=evidence or {},
@@ -195,11 +202,11 @@ class VirtualRun:
         with self.coordinator.transaction(self._role("validator")) as tx:
             return verdicts.give_verdict(tx, self.coordinator, claim.lease.lease_id, verdict).code or ""
 
-    def batch(self) -> Batch | None:
-        """Forms the batch of the newest version, if there are enough groups."""
+    def batch(self, version: int | None = None) -> Batch | None:
+        """Forms the batch of a version, of the newest one if none is given, if there are enough groups."""
         try:
             with self.coordinator.transaction(self._role("trainer")) as tx:
-                batch: Batch = get_batch(tx, self.coordinator, self.version)
+                batch: Batch = get_batch(tx, self.coordinator, self.version if version is None else version)
         except Rejected:
             return None
         self.trained |= {group.group_id for group in batch.groups}

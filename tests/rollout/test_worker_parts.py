@@ -3,6 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,8 +14,9 @@ import pytest
 from shoal.background import BackgroundTask
 from shoal.model.tokenizer import CharTokenizer
 from shoal.net.http_client import Refused, Unreachable
-from shoal.net.waiting import DeadlinePassed, LinkedEvent
+from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.rollout.engine.api import make_requests
+from shoal.rollout.worker import version_cache
 from shoal.rollout.worker.lease_supply import LeaseSupply
 from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, ServerClock
 from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
@@ -319,6 +322,73 @@ def test_a_lease_that_names_no_version_is_lost() -> None:
             LEASE.model_copy(update={"policies": ()}), stop=threading.Event(), wait_for_newest=False
         )
     assert lost.value.still_open
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[int, threading.Event], int],
+    *,
+    until: int,
+    pause_s: float,
+) -> list[int]:
+    """Runs `watch` until the coordinator was asked `until` times; returns what the relay was asked for.
+
+    `answer` is the relay's newest version, or raises.
+    """
+
+    def fetch_newer(after: int, relays: object, *, stop: threading.Event, **_: object) -> object:
+        after_asked.append(after)
+        return SimpleNamespace(body=SimpleNamespace(version=answer(after, stop)))
+
+    def ask_newest_version() -> int:
+        asked.append(3)
+        if len(asked) == until:
+            stop.set()
+        return 3
+
+    asked: list[int] = []
+    after_asked: list[int] = []
+    stop = threading.Event()
+    monkeypatch.setattr(version_cache, "fetch_newer", fetch_newer)
+    monkeypatch.setattr(version_cache, "MIN_ASK_PAUSE_S", pause_s)
+    monkeypatch.setattr(version_cache, "MAX_ASK_PAUSE_S", pause_s)
+    monkeypatch.setattr(version_cache, "AFTER_NOTICE_S", 0.01)
+    info = SimpleNamespace(spec=SimpleNamespace(run="demo", max_lag=1, keep_versions=4), run_key="")
+    joined = SimpleNamespace(info=info, heartbeat_s=15.0)
+    session = SimpleNamespace(joined=joined, tickets=None, ask_newest_version=ask_newest_version)
+    versions = VersionCache(cast(WorkerFolder, None), cast(CoordinatorSession, session), log=Log("worker"))
+    versions._relays = ("http://127.0.0.1:9",)
+    watch = BackgroundTask("watch", partial(versions.watch, stop, fetch_ahead=False))
+    assert watch.wait(30), "the coordinator was not asked"
+    watch.result()
+    return after_asked
+
+
+def test_a_relay_with_a_new_version_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the coordinator, which announces it a moment later, is asked again soon."""
+
+    def answer(after: int, stop: threading.Event) -> int:
+        if after < 4:
+            return 4
+        stop.wait()
+        raise Stopped("stopped")
+
+    assert watched(monkeypatch, answer, until=4, pause_s=3600.0) == [-1, 4]
+
+
+def test_a_relay_that_does_not_answer_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(after: int, stop: threading.Event) -> int:
+        stop.wait()
+        raise Stopped("stopped")
+
+    assert watched(monkeypatch, answer, until=5, pause_s=0.01) == [-1], "one question at a time"
+
+
+def test_a_relay_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(after: int, stop: threading.Event) -> int:
+        raise ValueError("URL scheme ftp is not http or https")
+
+    assert watched(monkeypatch, answer, until=3, pause_s=0.1)
 
 
 # -- the supply of leases ------------------------------------------------------------------------------------

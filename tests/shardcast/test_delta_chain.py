@@ -373,6 +373,24 @@ def test_pruning_keeps_the_newest_version_as_a_base(line: Line, kit: Any, serve:
     assert spy.asked_bytes[WEIGHTS] == len(version_files(0)[WEIGHTS])
 
 
+def test_a_client_that_recycles_has_the_right_files_after_every_delta(
+    line: Line, kit: Any, serve: Any, fetch: Any
+) -> None:
+    spy = kit.Spy(line.app)
+    url = serve(spy)
+    for version in range(6):
+        folder = fetch(line.publish(version), [url])
+        into = folder.parent
+        assert all(kit.file_bytes(path) == version_files(int(path.name[1:])) for path in into.glob("v*"))
+        shardcast.prune_versions(into, 2, recycle=True)
+        assert (into / ".recycled").exists() == (version >= 2)
+    (into / ".recycled").write_bytes(b"damaged")
+    spy.treat = flip_deltas
+    folder = fetch(line.publish(6), [url, serve(line.app)])
+    assert kit.file_bytes(folder) == version_files(6)
+    assert not (into / ".recycled").exists()
+
+
 # -- a publisher that lost its versions -------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The client: right files from any mixture of relays, or an error that names each relay."""
 
 import logging
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast import RelayApp, RelayChoice, fetch_manifest, fetch_newer, fetch_version, prune_versions
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.client import download as download_module
+from shoal.shardcast.delta import apply_deltas, write_delta
+from shoal.shardcast.manifest_files import RECYCLED_FILE, hash_file
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -261,3 +264,50 @@ def test_fetch_version_creates_the_folder_and_accepts_a_trailing_slash(
         deadline_s=30.0,
     )
     assert folder.name == "v0"
+
+
+def test_a_recycled_file_is_overwritten_by_the_next_delta(tmp_path: Path) -> None:
+    old, new, payload = (tmp_path / name for name in ("old", "new", "delta"))
+    old.write_bytes(random.Random(0).randbytes(9001))
+    new.write_bytes(old.read_bytes()[:-3] + b"abc")
+    digest = hash_file(old)
+    assert write_delta(old, new, payload, old_blake3=digest, max_bytes=10**6)
+    for size in (0, 5000, 9001, 20_000):
+        recycled, made = tmp_path / ".recycled", tmp_path / f"made{size}"
+        recycled.write_bytes(b"x" * size)
+        inode = recycled.stat().st_ino
+        assert apply_deltas(old, [payload], made, reuse=recycled) == hash_file(new)
+        assert made.read_bytes() == new.read_bytes()
+        assert made.stat().st_ino == inode
+        assert not recycled.exists()
+    assert apply_deltas(old, [payload], tmp_path / "fresh", reuse=tmp_path / "absent") == hash_file(new)
+
+
+def test_a_file_with_a_second_name_is_never_overwritten(tmp_path: Path) -> None:
+    old, new, payload = (tmp_path / name for name in ("old", "new", "delta"))
+    old.write_bytes(bytes(1000))
+    new.write_bytes(bytes(998) + b"ab")
+    assert write_delta(old, new, payload, old_blake3=hash_file(old), max_bytes=10**6)
+    recycled = tmp_path / ".recycled"
+    recycled.hardlink_to(old)
+    assert apply_deltas(old, [payload], tmp_path / "made", reuse=recycled) == hash_file(new)
+    assert old.read_bytes() == bytes(1000)
+
+
+def test_pruning_recycles_the_largest_file_unless_it_is_linked(
+    origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    url = serve(origin.app)
+    for version in range(4):
+        folder = fetch(origin.publish(version, kit.random_files(seed=version)), [url])
+    into = folder.parent
+    recycled = into / RECYCLED_FILE
+    assert prune_versions(into, 3) == [0]
+    assert not recycled.exists(), "only a caller that knows that nobody reads the version may recycle"
+    largest = max((into / "v1").iterdir(), key=lambda path: path.stat().st_size).read_bytes()
+    assert prune_versions(into, 2, recycle=True) == [1]
+    assert recycled.read_bytes() == largest
+    recycled.unlink()
+    (into / "other").hardlink_to(max((into / "v2").iterdir(), key=lambda path: path.stat().st_size))
+    assert prune_versions(into, 1, recycle=True) == [2]
+    assert not recycled.exists()

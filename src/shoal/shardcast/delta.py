@@ -12,6 +12,7 @@ Files are read, changed, hashed and written one chunk at a time, so memory use d
 of deltas is applied in one pass. A payload comes from an untrusted peer: every value is checked before it is used.
 """
 
+import contextlib
 import os
 import struct
 from collections import deque
@@ -36,7 +37,7 @@ MAGIC = b"SHDELTA1"
 CHUNK_WORDS = 1 << 21
 """Words in a chunk (4 MiB). Part of the format: positions in a chunk fit 3 varint bytes. Memory use is a few chunks."""
 ZSTD_LEVEL = 1
-NUM_THREADS = 2
+NUM_THREADS = max(2, min(4, (os.cpu_count() or 2) // 4))
 """Threads that compute chunks while another hashes them. With two, hashing is the bottleneck on three cores."""
 DELTA_HEAD = struct.Struct("<8sQ")
 """Magic and size of the file that the delta is for; chunks follow."""
@@ -87,17 +88,24 @@ def _compare_chunk(chunk: tuple[int, int], readers: tuple[ReadWords, ReadWords])
     return _bytes(old, chunk[1]), encode_chunk(old, new)
 
 
-def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
+def apply_deltas(old: Path, payloads: Sequence[Path], into: Path, *, reuse: Path | None = None) -> str:
     """Applies the payloads to `old`, one after the other, writes the result to `into` and returns its BLAKE3 digest.
 
-    Two threads read, change and write chunks; this one hashes them in order. Raises CorruptData on an invalid payload.
+    Threads read, change and write chunks; this one hashes them in order. A file `reuse` that nobody reads any more becomes `into`
+    and is overwritten: the kernel then needs no new pages. Raises CorruptData on an invalid payload.
     """
     if any(is_adapter_payload(path) for path in payloads):
         return _apply_one_by_one(old, payloads, into)
-    hasher = blake3()
+    hasher, mode = blake3(), "wb"
+    with contextlib.suppress(FileNotFoundError):
+        # Overwriting a file with a second name would change another version.
+        if reuse is not None and reuse.stat().st_nlink == 1:
+            reuse.replace(into)
+            mode = "r+b"
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
-        out = files.enter_context(into.open("wb", buffering=0)).fileno()
+        out = files.enter_context(into.open(mode, buffering=0)).fileno()
+        os.ftruncate(out, min(_size(out), _size(old_fd)))
         deltas = []
         for path in payloads:
             deltas.append(DeltaReader(files.enter_context(path.open("rb")), _size(old_fd)))

@@ -4,6 +4,7 @@
     v7.partial/      a version that a client is downloading
     v7/manifest.json the signed manifest; `open_manifest` is the only place that decides whether one is valid
     .boot            the id of the boot during which the files were last written or hashed
+    .recycled        a file of a deleted version, for the next one to overwrite
 
 Files are not flushed to disk while a download waits. Names and sizes are right as long as the kernel that wrote them runs,
 even if our process is killed; only a power cut can leave a name without its bytes. So the owner of a folder stores the
@@ -28,6 +29,8 @@ from shoal.wire.record import Sealed
 
 MANIFEST_FILE = "manifest.json"
 BOOT_MARK = ".boot"
+RECYCLED_FILE = ".recycled"
+"""A file of a deleted version. Its bytes are never used: the next build overwrites all of them, which takes less time than a new file."""
 READ_BYTES = 1 << 20
 """Bytes hashed at once: small enough to stay in the processor's cache between reading and hashing."""
 WRITE_BYTES = 128 << 10
@@ -72,8 +75,14 @@ def _find_folders(parent: Path, *, partial: bool) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = ()) -> list[int]:
-    """Deletes all but the newest versions and those to `spare`, and older unfinished downloads; returns what was deleted."""
+def prune_versions(
+    into: Path, keep_versions: int, *, spare: Collection[int] = (), recycle: bool = False
+) -> list[int]:
+    """Deletes all but the newest versions and those to `spare`, and older unfinished downloads; returns what was deleted.
+
+    With `recycle`, the largest file of a deleted version stays as RECYCLED_FILE, and the next file that is built from a delta
+    overwrites it. Nobody may be reading the deleted versions then.
+    """
     if keep_versions < 1:
         raise ValueError(f"keep_versions={keep_versions} must be at least 1")
     complete, partial = version_folders(into), partial_folders(into)
@@ -83,8 +92,18 @@ def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = (
     for version in deleted:
         for folders in (complete, partial):
             if version in folders:
+                if recycle and folders is complete:
+                    _recycle_largest(folders[version], into / RECYCLED_FILE)
                 shutil.rmtree(folders[version])
     return deleted
+
+
+def _recycle_largest(folder: Path, to: Path) -> None:
+    """Moves the largest file of a version to `to`, unless it has a second name: it is part of another version then."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    largest = max(files, key=lambda path: path.stat().st_size, default=None)
+    if largest is not None and largest.stat().st_nlink == 1:
+        largest.replace(to)
 
 
 def _far_bases(folders: Iterable[Path]) -> set[int]:

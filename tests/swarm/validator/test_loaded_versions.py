@@ -1,5 +1,6 @@
 """Versions are fetched once, swapped in place, and never believed without their digest."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import nn
 from shoal.background import BackgroundTask
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import LinkedEvent
+from shoal.shardcast import RelayChoice
 from shoal.swarm.validator import loaded_versions
 from shoal.swarm.validator.loaded_versions import LoadedVersions, fetch_seconds, tokens_that_fit
 from shoal.swarm.validator.prefill import CannotCheck, Model
@@ -145,6 +147,55 @@ def test_the_newest_version_is_fetched_beside_the_checks(
     fetching.result()
     nowhere = lease.model_copy(update={"relays": ()})
     assert same_weights(versions.get(2, nowhere).decoder, load_decoder(swarm.store.path(2)))
+
+
+def test_an_idle_validator_loads_what_was_fetched_ahead(swarm: Swarm, origin: str) -> None:
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    versions.load_ahead()  # nothing is fetched yet
+    zero = versions.get(0, lease)
+    client = swarm.client_of(swarm.key("validator"))
+
+    def fetch_ahead(version: int) -> None:
+        held = swarm.store.get(version)
+        assert held is not None
+        assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+
+    fetch_ahead(1)
+    with versions._fetch_lock:
+        versions.load_ahead()
+    assert list(versions._loaded) == [0], "it does not wait for another fetch"
+    versions.load_ahead()
+    assert list(versions._loaded) == [0, 1]
+    nowhere = lease.model_copy(update={"relays": ()})
+    assert same_weights(versions.get(1, nowhere).decoder, load_decoder(swarm.store.path(1)))
+    fetch_ahead(2)
+    versions.load_ahead()
+    assert versions.get(2, nowhere).decoder is zero.decoder, "version 0 was used least"
+    with pytest.raises(CannotCheck, match="does not have the weights that the lease names"):
+        versions.get(2, lease_on(swarm, origin, digest="1" * 64))
+
+
+def test_the_only_version_in_memory_is_not_replaced_ahead_of_a_claim(swarm: Swarm, origin: str) -> None:
+    versions, lease = make_versions(swarm, max_loaded=1), lease_on(swarm, origin)
+    versions.get(0, lease)
+    held = swarm.store.get(1)
+    assert held is not None
+    client = swarm.client_of(swarm.key("validator"))
+    assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+    versions.load_ahead()
+    assert list(versions._loaded) == [0]
+
+
+def test_a_version_that_cannot_be_loaded_ahead_ends_nothing(swarm: Swarm, origin: str) -> None:
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    versions.get(0, lease)
+    held = swarm.store.get(1)
+    assert held is not None
+    client = swarm.client_of(swarm.key("validator"))
+    assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+    shutil.rmtree(swarm.dir / "versions" / "v1")
+    versions.load_ahead()
+    assert list(versions._loaded) == [0]
 
 
 def test_a_claim_stops_the_fetch_ahead_of_another_version(swarm: Swarm, origin: str) -> None:

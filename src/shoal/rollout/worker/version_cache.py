@@ -3,9 +3,10 @@
 ensure   before the work       fetches a version of the lease; does not wait for the newest where an older one is allowed
 choose   when the work begins  returns the newest of the lease's versions that is here by then
 load     after that            loads it into the engine, and deletes versions that no lease will name any more
-watch    all the time          asks for the newest version and fetches it before a lease names it
+watch    all the time          asks for the newest version, at once when a relay has it, and fetches it before a lease names it
 """
 
+import random
 import shutil
 import threading
 import time
@@ -22,8 +23,8 @@ from shoal.rollout.engine.api import Engine
 from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
 from shoal.rollout.worker.worker_folder import WorkerFolder
-from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_version, prune_versions
-from shoal.shardcast.manifest_files import partial_folder, partial_folders, version_folder
+from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_newer, fetch_version, prune_versions
+from shoal.shardcast.manifest_files import RECYCLED_FILE, partial_folder, partial_folders, version_folder
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
@@ -39,6 +40,8 @@ POLL_S = 0.1
 ASKS_PER_HEARTBEAT = 3
 """How often the newest version is asked for: the coordinator chooses its heartbeat interval by what it can answer."""
 MIN_ASK_PAUSE_S, MAX_ASK_PAUSE_S = 0.5, 5.0
+NOTICE_POLL_S, AFTER_NOTICE_S = 0.02, 0.1
+"""How often `watch` looks whether a relay has a new version, and its first pause while the coordinator has not announced it yet."""
 
 
 class DiskLimit(ValueError):
@@ -86,6 +89,8 @@ class VersionCache:
         self._fetch_in_progress: FetchInProgress | None = None
         self._newest_version = -1
         """The newest version that a lease or the coordinator has named."""
+        self._heard_version = -1
+        """The newest version that `watch` has heard of from a relay."""
         self._fetch_ahead_error = ""
         """Why the last fetch ahead failed, so that the same reason is logged once."""
 
@@ -147,12 +152,14 @@ class VersionCache:
         if self._fetch_lock.acquire(blocking=False):
             try:
                 keep = {policy.version} | self._worker_folder.last_submission_versions()
-                self._prune(self._max_lag + 2, keep)
+                # Only this thread reads the weights of old versions, so it may let the next one overwrite them.
+                self._prune(self._max_lag + 2, keep, recycle=True)
             finally:
                 self._fetch_lock.release()
 
-    def _prune(self, keep_versions: int, spare: set[int]) -> None:
-        deleted = prune_versions(self._worker_folder.versions, keep_versions, spare=spare)
+    def _prune(self, keep_versions: int, spare: set[int], *, recycle: bool = False) -> None:
+        folder = self._worker_folder.versions
+        deleted = prune_versions(folder, keep_versions, spare=spare, recycle=recycle)
         self._folders = {ref: path for ref, path in self._folders.items() if ref.version not in deleted}
 
     def _make_room(self, manifest: Manifest) -> None:
@@ -172,6 +179,8 @@ class VersionCache:
             others = folder_bytes(folder) - sum(map(folder_bytes, own))
             return others + manifest.num_bytes <= self._max_bytes
 
+        if not fits():
+            (folder / RECYCLED_FILE).unlink(missing_ok=True)
         for keep_versions in range(self._max_lag + 2, 0, -1):
             if fits():
                 return
@@ -193,7 +202,15 @@ class VersionCache:
         reachable = True
         heartbeat_s = self._session.joined.heartbeat_s
         pause_s = min(MAX_ASK_PAUSE_S, max(MIN_ASK_PAUSE_S, heartbeat_s / ASKS_PER_HEARTBEAT))
-        while not stop.wait(pause_s):
+        notice: BackgroundTask[int] | None = None
+        wait_s = pause_s
+        while True:
+            # A relay has a version a moment before the coordinator announces it, or long before if the trainer failed in between.
+            is_early = self._heard_version > self._newest_version
+            wait_s = min(pause_s, 2 * wait_s if wait_s < pause_s else AFTER_NOTICE_S) if is_early else pause_s
+            notice = self._wait_for_notice(notice, wait_s, stop)
+            if stop.is_set():
+                return
             try:
                 newest = self._session.ask_newest_version()
                 reachable = True
@@ -212,6 +229,45 @@ class VersionCache:
             # In a thread of its own, so that a newer answer can end the fetch of a version that relays have dropped.
             if fetch_ahead and fetch is None and missing:
                 fetch = BackgroundTask("fetch ahead", partial(self._fetch_ahead, newest, stop))
+
+    def _wait_for_notice(
+        self, notice: BackgroundTask[int] | None, pause_s: float, stop: threading.Event
+    ) -> BackgroundTask[int] | None:
+        """Waits for `pause_s`, or until a relay has a newer version; returns the question to the relay if it is not answered yet.
+
+        A relay can only shorten the wait: the coordinator is asked in any case.
+        """
+        end_s = time.monotonic() + pause_s
+        if notice is None and (urls := self._relays):
+            url = random.choice(urls)
+            notice = BackgroundTask("version notice", partial(self._ask_relay, url, stop))
+        while not stop.is_set() and (left_s := end_s - time.monotonic()) > 0:
+            if notice is None or not notice.done:
+                stop.wait(min(NOTICE_POLL_S, left_s))
+                continue
+            heard, notice = notice.result(), None
+            if heard > self._heard_version:
+                self._heard_version = heard
+                break
+        return notice
+
+    def _ask_relay(self, url: str, stop: threading.Event) -> int:
+        """Returns a newer version as soon as a relay has one, or -1 if there is none for a while."""
+        info = self._session.joined.info
+        relay = RelayChoice((url,), ticket=self._session.tickets)
+        after = max(self._newest_version, self._heard_version)
+        try:
+            return fetch_newer(
+                after,
+                relay,
+                run=info.spec.run,
+                run_key=info.run_key,
+                log=self._log,
+                stop=stop,
+                deadline_s=MAX_ASK_PAUSE_S,
+            ).body.version
+        except (DeadlinePassed, Stopped, OSError, ValueError):
+            return -1
 
     def note_published(self, versions: Iterable[int]) -> None:
         """Records that versions were published, and stops the fetch of one that relays do not hold any more."""

@@ -31,6 +31,7 @@ from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.manifest_files import (
     MANIFEST_FILE,
+    RECYCLED_FILE,
     find_manifest,
     hash_file,
     mark_boot,
@@ -328,7 +329,7 @@ class Fetch:
         if plan.deltas:
             name = plan.name + DELTA_SUFFIX
             payloads = [partial_folder(self._into, version) / name for version in plan.deltas]
-            return apply_deltas(source, payloads, made)
+            return apply_deltas(source, payloads, made, reuse=self._into / RECYCLED_FILE)
         link_or_copy(source, made)
         return hash_file(made)
 

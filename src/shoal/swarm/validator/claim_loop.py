@@ -253,7 +253,13 @@ class Validator:
                 raise Stopped("stopped between two checks")
             try:
                 first = self._client.call_until(
-                    "a submission to check", "POST", "/v1/checks/claim", self._ask, Claim, deadline_s=IDLE_S
+                    "a submission to check",
+                    "POST",
+                    "/v1/checks/claim",
+                    self._ask,
+                    Claim,
+                    deadline_s=IDLE_S,
+                    heard=lambda failure: self.versions.load_ahead(),
                 )
                 return [first, *self._waiting_claims(first)]
             except DeadlinePassed:

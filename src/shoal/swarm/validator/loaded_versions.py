@@ -1,7 +1,8 @@
 """The policy versions that a validator has in memory. Fetches and loads others, in place of the least recently used one.
 
-get     for a claim        returns a version; fetches and loads it if necessary
-watch   beside the checks  fetches the newest version to the disk, as a delta where there is one, before a claim names it
+get         for a claim        returns a version; fetches and loads it if necessary
+watch       beside the checks  fetches the newest version to the disk, as a delta where there is one, before a claim names it
+load_ahead  without a claim    loads what `watch` has fetched
 """
 
 import threading
@@ -18,6 +19,7 @@ from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.net.http_client import Refused, SignedClient, Tickets, Unreachable
 from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
+from shoal.shardcast.manifest_files import version_folder
 from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, Model
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
@@ -34,7 +36,7 @@ ROOM = 1.5
 """Another version is loaded beside the others if this many times its bytes are free; checks need memory too."""
 LEAST_BATCH_TOKENS = 512
 LEAST_FETCH_S = 120.0
-WATCH_S = 1.0
+WATCH_S = 0.25
 """Seconds between two questions for the newest version."""
 POLL_S = 0.1
 SLOWEST_BYTES_PER_S = 5e6
@@ -73,6 +75,10 @@ class LoadedVersions:
         self._load_decoder, self._max_loaded, self._fetch_s = load, max_loaded, fetch_s
         self._relays = RelayChoice(ticket=Tickets(client, log=log))
         self._loaded: OrderedDict[int, LoadedPolicy] = OrderedDict()
+        self._digests: dict[int, str] = {}
+        """Digests of the weights that were loaded, by version."""
+        self._fetched: Sealed[Manifest] | None = None
+        """The newest version that `watch` has fetched and nothing has loaded."""
         self._same_model: tuple[object, Tokenizer] | None = None
         self._fetch_lock = threading.Lock()
         self._fetch_ahead: _FetchAhead | None = None
@@ -85,7 +91,8 @@ class LoadedVersions:
 
         The origin is asked when relays deliver too little.
         """
-        if version in self._loaded:
+        leased = {policy.version: policy.weights_digest for policy in lease.policies}
+        if version in self._loaded and self._digests[version] == leased.get(version):
             self._loaded.move_to_end(version)
             return self._loaded[version]
         try:
@@ -93,15 +100,34 @@ class LoadedVersions:
             self._sources = (relays or lease.relays, origin or lease.origin)
             with self._hold_lock_for_claim(version):
                 folder = self._fetch(manifest, self._relays, self._client.stop)
-                policy = self._load(folder, manifest.body)
-                prune_versions(self._folder, KEEP_ON_DISK)
+                policy = self._load_and_prune(folder, manifest.body)
         except (*_UNAVAILABLE, RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
             raise CannotCheck(f"policy version {version} is not available: {error}") from None
-        self._loaded[version] = policy
-        self._log.info("loaded policy", version=version, bytes=manifest.body.num_bytes)
         return policy
+
+    def load_ahead(self) -> None:
+        """Loads the version that `watch` fetched last, beside others or in place of the least used of several.
+
+        Call it in the thread that calls `get`, while there is no claim.
+        """
+        sealed = self._fetched
+        if sealed is None or (len(self._loaded) < 2 and not self._has_room()):
+            return  # the only version in memory is needed for the next claim
+        if not self._fetch_lock.acquire(blocking=False):
+            return  # `watch` is fetching another
+        try:
+            self._fetched = None
+            manifest = sealed.open(self._run_key)
+            if manifest.version not in self._loaded:
+                self._load_and_prune(version_folder(self._folder, manifest.version), manifest)
+        except (*_UNAVAILABLE, RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            self._log.warning("a new version cannot be loaded ahead of time", reason=error)
+        finally:
+            self._fetch_lock.release()
 
     def watch(self, client: SignedClient) -> None:
         """Fetches each new version before a claim names it, until the client is stopped. Runs in a thread, with its own client."""
@@ -132,7 +158,9 @@ class LoadedVersions:
             version = sealed.open(self._run_key).version
             self._fetch_ahead = ahead = _FetchAhead(version, LinkedEvent(stop))
             self._fetch(sealed, relays, ahead.stop)
-            prune_versions(self._folder, KEEP_ON_DISK)
+            # The thread that loads versions keeps one less, so it is the one that recycles: it knows that it reads none of them.
+            prune_versions(self._folder, KEEP_ON_DISK + 1)
+            self._fetched = sealed
             self._log.info("fetched ahead", version=version)
         finally:
             self._fetch_ahead = None
@@ -182,6 +210,15 @@ class LoadedVersions:
         if found != (lease.run, version, leased.get(version)):
             raise ValueError(f"the manifest {found} does not have the weights that the lease names")
         return sealed
+
+    def _load_and_prune(self, folder: Path, manifest: Manifest) -> LoadedPolicy:
+        """Loads a version and deletes old ones from the disk. The caller holds the fetch lock."""
+        self._loaded.pop(manifest.version, None)
+        policy = self._loaded[manifest.version] = self._load(folder, manifest)
+        self._digests[manifest.version] = manifest.weights_digest
+        self._log.info("loaded policy", version=manifest.version, bytes=manifest.num_bytes)
+        prune_versions(self._folder, KEEP_ON_DISK, recycle=True)
+        return policy
 
     def _load(self, folder: Path, manifest: Manifest) -> LoadedPolicy:
         # While config and tokenizer stay the same, a decoder's memory is reused for another version's weights.
