@@ -4,6 +4,7 @@
     python bench/step.py --device cuda --shape 0.5B --tokens 32768 --steps 12
     python bench/step.py --device cuda --shape 7B --tokens 65536 --micro-tokens 16384 --recompute --states int8 --warm 1 --steps 3 --plain 1
                                                                                           one H200, random weights, 110 GB
+    python bench/step.py --launches --gb 1 --share 0.02                                   only what publishing takes from the main thread
 
 Trains `--plain` versions without publication, then one more and `--steps` beside the publication of the one before (the trainer's own
 Publisher, without a coordinator), then again `--plain` without. Weights and samples are random. The base of the first published version is held in memory, as the publisher holds
@@ -15,12 +16,20 @@ exposed     of these, seconds that training stood still: before its first update
 publish     seconds from the end of a step until its version is served, beside the next step
 slowdown    median step with publication, without its exposed seconds, against the median without; other work on host and GPU
 
+With `--launches` no model is trained: the main thread starts one tiny operation after the other, as a trainer starts kernels, while a
+file of random weights is published in the background. One half of the cores is the main thread's, the other the background's, and time
+for which the main thread waits for a core is not counted. `lost` is the share of operations that it starts less in the same time, `lost_hashing` the same while the file is only
+hashed, which needs cores and memory but hardly the interpreter's lock. `locked` is the share of the time of publishing that the main
+thread sleeps, which waits for that lock, and `waits` how often it does. `publish_beside_python_s` is the time of publishing while the main thread runs plain Python, as
+a trainer does that builds its batch: then each call of the publisher waits for a switch. Linux only.
+
 With `--checkpoint` the middle version is also checkpointed (12 bytes per parameter in host memory and on disk).
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -35,16 +44,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.background import BackgroundTask
 from shoal.diloco.ranks import SINGLE_PROCESS
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.net.http_client import SignedClient
+from shoal.shardcast import file_image
 from shoal.shardcast.delta import DELTA_HEAD, MAGIC
-from shoal.shardcast.file_image import RANGE_WORDS, ChangedWords, FileImage
-from shoal.shardcast.publish import ImageDelta, publish_image, shard_size
+from shoal.shardcast.file_image import RANGE_WORDS, ChangedWords, FileImage, file_hasher
+from shoal.shardcast.publish import ImageDelta, Signing, publish_image, shard_size
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
@@ -60,6 +72,8 @@ from shoal.wire.manifest import WEIGHTS_FILE, FileEntry, Manifest
 from trainer import SHAPES, draw, make_batch
 
 WAIT_S = 600.0
+HEADER_WORDS = 1 << 10
+"""Words at the start of a file that stay as they are: its header is among them."""
 TOUCHING_THREADS = max(1, min(6, (os.cpu_count() or 2) // 2))
 T = TypeVar("T")
 
@@ -336,6 +350,125 @@ def measure(bench: Bench, options: argparse.Namespace) -> int:
     return 0
 
 
+def publish_changes(
+    into: Path,
+    image: FileImage,
+    changes: list[ChangedWords],
+    version: int,
+    signing: Signing,
+    before: Manifest,
+) -> None:
+    hasher = file_hasher()
+    delta = ImageDelta(before, image.change(changes, hasher), hasher)
+    publish_image(into, WEIGHTS_FILE, image, version=version, signing=signing, delta=delta, whole=False)
+
+
+def random_image(num_bytes: int) -> FileImage:
+    """Returns the file of one tensor of random weights."""
+    image = empty_image({"weights": torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="meta")})
+    values = (0.02 * torch.randn(1 << 22)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    for start in range(HEADER_WORDS, image.words.size, values.size):
+        image.words[start : start + values.size] = values[: image.words.size - start]
+    return image
+
+
+def small_steps(image: FileImage, share: float, seed: int) -> list[ChangedWords]:
+    """Returns changes of this share of the words by one unit in the last place."""
+    random, changes = np.random.default_rng(seed), []
+    for start in range(0, image.words.size, RANGE_WORDS):
+        words = image.words[start : start + RANGE_WORDS]
+        places = np.flatnonzero(random.random(words.size, np.float32) < share).astype(np.int32)
+        places = places[places >= HEADER_WORDS] if start == 0 else places
+        steps = random.choice(np.array([1, 0xFFFF], np.uint16), places.size)
+        changes.append(ChangedWords(start, places, words[places] + steps))
+    return changes
+
+
+def thread_seconds() -> tuple[float, float]:
+    """Returns for how many seconds this thread has run, and for how many it has waited for a core."""
+    run, ready = Path("/proc/thread-self/schedstat").read_text().split()[:2]
+    return int(run) / 1e9, int(ready) / 1e9
+
+
+def count_launches(device: str, until: Callable[[], bool]) -> tuple[float, float]:
+    """Starts tiny operations until `until()` holds; returns how many a second, and the share of that time spent sleeping."""
+    tensor, count, started_s = torch.ones(16, device=device), 0, time.perf_counter()
+    run_s, ready_s = thread_seconds()
+    while not until():
+        for _ in range(100):
+            tensor.mul_(1.0)
+        count += 100
+    run_s, ready_s = (
+        after - before for after, before in zip(thread_seconds(), (run_s, ready_s), strict=True)
+    )
+    had_s = time.perf_counter() - started_s - ready_s
+    return count / had_s, 1 - run_s / had_s
+
+
+def beside(device: str, cores: set[int], work: Callable[[], object]) -> tuple[float, float, float]:
+    """Returns the operations started a second while `work` runs on the other cores, the share spent sleeping, and its seconds."""
+
+    def on_cores() -> None:
+        os.sched_setaffinity(0, cores)
+        work()
+
+    started_s = time.perf_counter()
+    task = BackgroundTask("beside", on_cores)
+    rate, slept = count_launches(device, lambda: task.done)
+    seconds = time.perf_counter() - started_s
+    task.result()
+    return rate, slept, seconds
+
+
+def measure_launches(options: argparse.Namespace, folder: Path) -> int:
+    """Prints what publishing a file takes from a main thread that starts kernels."""
+    image = random_image(int(options.gb * 1e9))
+    signing = Signing(run="bench", key=Key.generate())
+    before = unhashed_manifest(image, 0)
+    cores = sorted(os.sched_getaffinity(0))
+    others = set(cores[len(cores) // 2 :])
+    os.sched_setaffinity(0, cores[: len(cores) // 2])
+    # Threads that share a core would stop each other while one holds the lock.
+    file_image.NUM_THREADS = min(file_image.NUM_THREADS, len(others))
+    rows = []
+    for version in range(1, options.steps + 1):
+        changes = small_steps(image, options.share, version)
+        into = folder / f"v{version}"
+        into.mkdir()
+        alone, _, _ = beside(options.device, others, partial(time.sleep, 1.0))
+        hashing, _, _ = beside(options.device, others, lambda: [image.digest() for _ in range(4)])
+        publish = partial(publish_changes, into, image, changes, version, signing, before)
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        publishing, slept, seconds = beside(options.device, others, publish)
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
+        shutil.rmtree(into)
+        into.mkdir()
+        changes = small_steps(image, options.share, 1000 + version)
+        task = BackgroundTask(
+            "beside", partial(publish_changes, into, image, changes, version, signing, before)
+        )
+        started_s = time.perf_counter()
+        while not task.done:  # holds the lock, but for the switches that the interpreter forces
+            sum(range(100))
+        task.result()
+        rows.append(
+            (
+                1 - publishing / alone,
+                1 - hashing / alone,
+                slept,
+                waits,
+                seconds,
+                time.perf_counter() - started_s,
+            )
+        )
+        shutil.rmtree(into)
+    names = ("lost", "lost_hashing", "locked", "waits", "publish_s", "publish_beside_python_s")
+    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+    found = {"gb": options.gb, "share": options.share} | dict(zip(names, medians, strict=True))
+    print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -357,12 +490,21 @@ def main() -> int:
     parser.add_argument("--checkpoint", action="store_true", help="also write one checkpoint")
     parser.add_argument("--dir", type=Path, help="where versions are written; a temporary folder by default")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--launches", action="store_true", help="only what publishing takes from the main thread"
+    )
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the file, with --launches")
+    parser.add_argument(
+        "--share", type=float, default=0.02, help="share of words that change, with --launches"
+    )
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     if options.layers:
         shape = replace(shape, num_layers=options.layers)
     folder = Path(tempfile.mkdtemp(prefix="shoal-step-", dir=options.dir))
     try:
+        if options.launches:
+            return measure_launches(options, folder)
         return measure(Bench(shape, options, folder), options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,10 +8,12 @@ from memory_delta import apply, encode
 
 from shoal.files import DiskFull
 from shoal.shardcast import delta, file_image
-from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
+from shoal.shardcast.file_image import ChangedWords, FileImage, file_hasher, restore_image
+from shoal.shardcast.manifest_files import hash_shards
 from shoal.shardcast.publish import ImageDelta, Signing, publish_image
 from shoal.shardcast.store import VersionStore
 from shoal.wire.keys import Key
+from shoal.wire.manifest import Delta
 
 NAME = "model.safetensors"
 KEY = Key.generate()
@@ -32,7 +34,9 @@ def make_image(num_bytes: int = 5001) -> FileImage:
     return image
 
 
-def random_changes(image: FileImage, share: float, *, seed: int = 1, largest: int = 4) -> list[ChangedWords]:
+def random_changes(
+    image: FileImage, share: float, *, seed: int = 1, largest: int = 4, has_dense: bool = True
+) -> list[ChangedWords]:
     rng = np.random.default_rng(seed)
     changes = []
     for start in range(0, image.words.size, 1024):
@@ -42,7 +46,7 @@ def random_changes(image: FileImage, share: float, *, seed: int = 1, largest: in
             places = places[places < old.size - 1]  # the last word is half padding
         new = old.copy()
         new[places] += rng.integers(1, largest, places.size).astype(np.uint16)
-        dense = start == 1024
+        dense = has_dense and start == 1024
         changes.append(ChangedWords(start, None if dense else places, new if dense else new[places]))
     return changes
 
@@ -55,7 +59,8 @@ def publish(store: VersionStore, version: int, image: FileImage, changes: list[C
     since = None
     if changes is not None:
         assert before is not None
-        since = ImageDelta(before.sealed.body, image.change(changes))
+        hasher = file_hasher()
+        since = ImageDelta(before.sealed.body, image.change(changes, hasher), hasher)
     publish_image(folder, NAME, image, version=version, signing=SIGNING, delta=since, whole=version == 0)
     store.adopt(version)
 
@@ -65,13 +70,30 @@ def store(tmp_path: Path) -> VersionStore:
     return VersionStore(tmp_path / "versions", 5, run="test", run_key=KEY.public)
 
 
-@pytest.mark.parametrize("num_bytes", [5001, 4096, 1])
-def test_a_delta_of_changed_words_equals_one_of_two_files(num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [60_001, 5001, 4096, 1])
+@pytest.mark.parametrize("has_dense", [True, False])
+def test_a_delta_of_changed_words_equals_one_of_two_files(
+    num_bytes: int, has_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_image, "NUM_THREADS", 2)
     image = make_image(num_bytes)
     before = bytes(image.view)
-    payload = b"".join(image.change(random_changes(image, 0.1)))
+    payload = b"".join(image.change(random_changes(image, 0.1, has_dense=has_dense)))
     assert payload == encode(before, bytes(image.view))
     assert apply(before, payload) == bytes(image.view)
+
+
+def test_a_delta_is_hashed_while_it_is_written(store: VersionStore) -> None:
+    image = make_image(60_001)
+    publish(store, 0, image, None)
+    publish(store, 1, image, random_changes(image, 0.05))
+    manifest = store.manifest(1)
+    assert manifest is not None
+    entry = manifest.file(NAME)
+    assert entry.delta is not None and entry.blake3 == image.digest()
+    num_bytes, whole, shards = hash_shards(store.path(1) / f"{NAME}.delta", 1000)
+    assert entry.delta == Delta(num_bytes=num_bytes, blake3=whole, shards=shards)
+    assert len(entry.delta.shards) > 5
 
 
 def test_words_are_replaced_without_a_delta() -> None:

@@ -17,7 +17,13 @@ from shoal.shardcast.file_image import FileImage
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.io import publisher, recalibration
-from shoal.trainer.io.recalibration import MeasureNoise, Recalibration, next_repeat, relative_distance
+from shoal.trainer.io.recalibration import (
+    MeasureNoise,
+    Recalibration,
+    next_repeat,
+    relative_distance,
+    sample_file,
+)
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.trainer.loop import _TrainerRun, run_trainer
 from shoal.wire.codes import Rejected
@@ -42,8 +48,8 @@ def test_the_distance_is_relative_to_the_norm(
         tmp_path / "now",
     )
     diff = WeightsDiff(FileImage.read(tmp_path / "now"), torch.device("cpu"))
-    assert relative_distance(diff, first) == pytest.approx(0.25, abs=0.005)
-    assert relative_distance(diff, tmp_path / "now") == 0.0
+    assert relative_distance(diff, sample_file(first, diff)) == pytest.approx(0.25, abs=0.005)
+    assert relative_distance(diff, sample_file(tmp_path / "now", diff)) == 0.0
 
 
 def calibrated_coordinator(*, limit: float, has_rollouts: bool = True) -> SmallCoordinator:
@@ -189,14 +195,14 @@ def test_a_measurement_begins_only_when_the_one_before_is_recorded(
     monkeypatch.setattr(recalibration, "FIRST_REPEAT", 1)
     repeated = recalibration_in(tmp_path, lambda _: NOISE)
     first = diff_of(tmp_path, 1)
-    repeated.before_announcement(1, first)
+    repeated.after_announcement(1, first)
     assert repeated._running is not None and repeated._running.task.wait(30)
-    _, later = repeated.before_announcement(2, diff_of(tmp_path, 2))
+    later = repeated.before_announcement(2, diff_of(tmp_path, 2))
     assert later is not None and (later.from_version, later.measured_version) == (2, 1)
     repeated.announced(later)
     assert (tmp_path / "calibrated.safetensors").read_bytes() == bytes(first.image.view)
-    repeated.before_announcement(3, diff_of(tmp_path, 3))
-    assert repeated._running is not None and repeated._running.version == 3
+    repeated.after_announcement(2, diff_of(tmp_path, 3))
+    assert repeated._running is not None and repeated._running.version == 2
 
 
 def test_a_version_that_is_made_again_after_a_crash_is_not_measured(
@@ -231,7 +237,7 @@ def test_a_measurement_that_was_given_up_leaves_no_weights(
         raise Rejected("request.malformed", "not a calibration")
 
     repeated = recalibration_in(tmp_path, fail)
-    repeated.before_announcement(1, diff_of(tmp_path, 1))
+    repeated.after_announcement(1, diff_of(tmp_path, 1))
     assert repeated._running is not None and repeated._running.task.wait(30)
     assert repeated.take(2) is None and not (tmp_path / "calibrating" / WEIGHTS_FILE).exists()
     (tmp_path / "calibrating").mkdir(exist_ok=True)
@@ -260,9 +266,10 @@ def test_a_calibration_that_the_coordinator_refuses_does_not_end_the_training(
 def test_weights_of_a_calibration_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
     """They are not flushed: else every start of the trainer would fail."""
     repeated, diff = recalibration_in(tmp_path, lambda _: NOISE), diff_of(tmp_path, 1)
-    moved, _ = repeated.before_announcement(1, diff)
+    moved = repeated.after_announcement(1, diff)
     (tmp_path / "calibrated.safetensors").write_bytes(b"")
-    assert repeated.before_announcement(2, diff)[0] == moved
+    restarted = recalibration_in(tmp_path, lambda _: NOISE)
+    assert restarted.after_announcement(2, diff) == moved
     assert not (tmp_path / "calibrated.safetensors").exists()
 
 

@@ -13,6 +13,7 @@ of deltas is applied in one pass. A payload comes from an untrusted peer: every 
 """
 
 import contextlib
+import itertools
 import os
 import struct
 from collections import deque
@@ -171,21 +172,49 @@ def _in_threads(jobs: Iterable[Callable[[R], T]], readers: Sequence[R]) -> Gener
 def encode_chunk(old: Words, new: Words) -> bytes:
     """Returns the delta of one chunk."""
     places = _changed(old, new)
-    return encode_changes(places, new[places] - old[places])
+    return encode_changes(places, new[places] - old[places], old.size)
 
 
-def encode_changes(places: npt.NDArray[np.integer[Any]], differences: Words) -> bytes:
-    """Encodes one chunk: the positions that changed, ascending, and new minus old word at each, modulo 2**16."""
-    if places.size == 0:
-        return _CHUNK.pack(0, 0, 0, 0, 0)
-    gaps = np.diff(places, prepend=-1) - 1
+def encode_changes(places: npt.NDArray[np.integer[Any]], differences: Words, num_words: int) -> bytes:
+    """Encodes the chunks of `num_words` words: the positions that changed, ascending, and new minus old word at each, modulo 2**16.
+
+    Array operations take all chunks at once: each needs the interpreter's lock for a moment, which a trainer's next step needs, too.
+    """
+    starts = np.arange(0, num_words, CHUNK_WORDS, dtype=places.dtype)
+    firsts = np.searchsorted(places, starts)
+    bounds = np.append(firsts, places.size)
+    gaps = np.empty_like(places)
+    np.subtract(places[1:], places[:-1], out=gaps[1:])
+    gaps -= 1
+    filled = np.flatnonzero(bounds[1:] > firsts)
+    gaps[firsts[filled]] = places[firsts[filled]] - starts[filled]
     steps = differences.view(np.int16)
     zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
-    streams = [_to_varints(gaps.astype(np.uint32)), _to_varints(zigzag.astype(np.uint32))]
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)  # one per chunk: compressors are not thread-safe
-    frames = [compressor.compress(stream) for stream in streams]
-    sizes = [len(one) for one in (*streams, *frames)]
-    return b"".join([_CHUNK.pack(places.size, *sizes), *frames])
+    streams = [_to_varints(gaps, bounds), _to_varints(zigzag, bounds)]
+    # One compressor per call, because compressors are not thread-safe.
+    frames: list[Any] = [b""] * (2 * starts.size)
+    for at, frame in zip(
+        [2 * chunk + kind for chunk in filled for kind in range(2)],
+        _compress([streams[kind][chunk] for chunk in filled for kind in range(2)]),
+        strict=True,
+    ):
+        frames[at] = frame
+    pieces = list[Any]()
+    for chunk in range(starts.size):
+        sizes = [len(stream[chunk]) for stream in streams]
+        two = frames[2 * chunk : 2 * chunk + 2]
+        pieces += [_CHUNK.pack(bounds[chunk + 1] - bounds[chunk], *sizes, *map(len, two)), *two]
+    return b"".join(pieces)
+
+
+def _compress(streams: Sequence[npt.NDArray[np.uint8]]) -> list[Any]:
+    """Returns a zstd frame of each stream, none of which is empty."""
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    buffers: list[Any] = list(streams)
+    if not buffers or "multi_compress_to_buffer" not in zstandard.backend_features:
+        return [compressor.compress(one) for one in buffers]
+    frames = compressor.multi_compress_to_buffer(buffers, threads=0)
+    return [frames[index] for index in range(len(frames))]
 
 
 def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
@@ -289,19 +318,29 @@ class ChunkChanges:
 # -- varints --------------------------------------------------------------------------------------------
 
 
-def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
-    """Encodes as LEB128: 7 bits per byte, lowest first, the top bit set on all but a number's last byte."""
-    lengths = 1 + (numbers >= 1 << 7).astype(np.int64) + (numbers >= 1 << 14)
-    ends = np.cumsum(lengths)
-    out = np.empty(ends[-1], np.uint8)
-    starts = ends - lengths
-    out[starts] = numbers & 0x7F
-    for index in range(1, int(lengths.max())):
-        longer = np.flatnonzero(lengths > index)
-        at = starts[longer] + index
-        out[at - 1] |= 0x80
-        out[at] = (numbers[longer] >> (7 * index)) & 0x7F
-    return out.tobytes()
+def _to_varints(
+    numbers: npt.NDArray[np.integer[Any]], bounds: npt.NDArray[np.intp]
+) -> list[npt.NDArray[np.uint8]]:
+    """Encodes as LEB128: 7 bits per byte, lowest first, the top bit set on all but a number's last byte.
+
+    Returns a stream of the numbers between each two bounds. Most numbers take one byte; the few longer ones are inserted.
+    """
+    out = numbers.astype(np.uint8)
+    longer = np.flatnonzero(numbers >= 1 << 7)
+    if longer.size:
+        high = numbers[longer] >> 7
+        out[longer] |= 0x80
+        two_more = high >= 1 << 7
+        added = np.cumsum(1 + two_more)
+        at = longer + added - two_more  # of the second byte
+        first_bytes, out = out, np.empty(numbers.size + added[-1], np.uint8)
+        is_first = np.ones(out.size, np.bool_)
+        is_first[at] = is_first[at[two_more] + 1] = False
+        out[is_first] = first_bytes
+        out[at] = high & 0x7F | two_more.astype(high.dtype) << 7
+        out[at[two_more] + 1] = high[two_more] >> 7
+        bounds = bounds + np.append(0, added)[np.searchsorted(longer, bounds)]
+    return [out[first:last] for first, last in itertools.pairwise(bounds.tolist())]
 
 
 def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:

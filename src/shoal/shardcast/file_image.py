@@ -11,11 +11,11 @@ says which 16-bit words of the file changed.
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,11 @@ from shoal.wire.manifest import DELTA_SUFFIX, Manifest
 
 RANGE_WORDS = 16 * CHUNK_WORDS
 """Words of a range (64 MiB): what a publisher compares at once, a whole number of a delta's chunks."""
+MAX_TOGETHER = 4
+"""Most ranges that one thread encodes together."""
 READ_BYTES = 8 << 20
-NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
-"""Threads that encode and hash. Half the cores at most: the others launch the training's kernels."""
+NUM_THREADS = max(2, min(4, (os.cpu_count() or 2) // 4))
+"""Threads that encode, and as many that hash meanwhile. Half the cores at most: the others launch the training's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ class FileImage:
 
     def digest(self) -> str:
         """Returns the BLAKE3 digest of the file, computed by several threads."""
-        return blake3(self.view, max_threads=NUM_THREADS).hexdigest()
+        hasher = file_hasher()
+        hasher.update(self.view)
+        return hasher.hexdigest()
 
     def shard_digests(self, shard_bytes: int) -> tuple[str, ...]:
         """Returns the digest of each of the file's shards."""
@@ -88,15 +92,24 @@ class FileImage:
         with remove_if_disk_full(path), path.open("wb", buffering=0) as file:
             write_at(file.fileno(), self.view, 0)
 
-    def change(self, changes: Iterable[ChangedWords]) -> Iterator[bytes]:
-        """Writes the new words into the image and yields the delta, piece by piece.
+    def change(self, changes: Iterable[ChangedWords], hasher: blake3 | None = None) -> Iterator[bytes]:
+        """Writes the new words into the image and yields the delta, piece by piece. Updates `hasher` with the bytes of the new file.
 
         `changes` has every range of the file once, in order. All ranges are changed, even if the caller stops reading.
         """
         yield DELTA_HEAD.pack(MAGIC, self.num_bytes)
+        ranges, done = list(changes), 0
+        # Ranges of a large file are encoded together, which takes the interpreter's lock less often. Dense ones would need much memory.
+        is_dense = any(change.places is None for change in ranges)
+        together = 1 if is_dense else max(1, min(MAX_TOGETHER, len(ranges) // (4 * NUM_THREADS)))
+        groups = [ranges[first : first + together] for first in range(0, len(ranges), together)]
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
-            for pieces in threads.map(self._change_range, changes):
-                yield from pieces
+            for piece in threads.map(self._change_ranges, groups):
+                if hasher is not None:
+                    hasher.update(self.view[done : done + 2 * together * RANGE_WORDS])
+                done += 2 * together * RANGE_WORDS
+                yield piece
+        assert done >= self.num_bytes, "changes must have every range of the file"
 
     def replace(self, changes: Iterable[ChangedWords]) -> None:
         """Writes the new words into the image, without a delta."""
@@ -107,21 +120,25 @@ class FileImage:
         words = self.words[change.start : change.start + RANGE_WORDS]
         words[slice(None) if change.places is None else change.places] = change.words
 
-    def _change_range(self, change: ChangedWords) -> list[bytes]:
-        """Changes one range and returns the delta's chunks of it."""
-        old = self.words[change.start : change.start + RANGE_WORDS]
-        places, words = change.places, change.words
-        if places is None:
-            places = np.flatnonzero(old != words).astype(np.int32)
-            words = words[places]
+    def _change_ranges(self, changes: Sequence[ChangedWords]) -> bytes:
+        """Changes consecutive ranges and returns the delta's chunks of them."""
+        first = changes[0].start
+        old = self.words[first : first + len(changes) * RANGE_WORDS]
+        parts = [self._changed(change) for change in changes]
+        places = np.concatenate(
+            [np.add(part[0], c.start - first, dtype=np.intp) for part, c in zip(parts, changes, strict=True)]
+        )
+        words = np.concatenate([part[1] for part in parts])
         steps = words - old[places]  # wraps around modulo 2**16, as the addition of a client does
         old[places] = words
-        starts = range(0, old.size, CHUNK_WORDS)
-        bounds = np.searchsorted(places, [*starts, old.size])
-        return [
-            encode_changes(places[first:last] - start, steps[first:last])
-            for start, first, last in zip(starts, bounds[:-1], bounds[1:], strict=True)
-        ]
+        return encode_changes(places, steps, old.size)
+
+    def _changed(self, change: ChangedWords) -> tuple[npt.NDArray[np.integer[Any]], Words]:
+        """Returns the positions in the range that change, and the new words there."""
+        if change.places is not None:
+            return change.places, change.words
+        places = np.flatnonzero(self.words[change.start : change.start + RANGE_WORDS] != change.words)
+        return places, change.words[places]
 
     def apply(self, payload: Path) -> None:
         """Applies a delta file to the image. Raises CorruptData if it is not a delta for a file of this size."""
@@ -141,6 +158,11 @@ class FileImage:
 
     def _write_words(self, start: int, words: Words) -> None:
         self.view[start : start + words.nbytes] = words.tobytes()
+
+
+def file_hasher() -> blake3:
+    """Returns a hasher that uses several threads."""
+    return blake3(max_threads=NUM_THREADS)
 
 
 class Versions(Protocol):

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from shoal.shardcast.delta import write_delta
 from shoal.shardcast.file_image import FileImage
 from shoal.shardcast.manifest_files import (
@@ -100,6 +102,8 @@ class ImageDelta:
     before: Manifest
     pieces: Iterable[bytes]
     """The delta that turns the earlier version's file into the image, from FileImage.change."""
+    hasher: blake3 | None = None
+    """What FileImage.change has updated, so that the file is hashed while it is encoded; None: it is hashed afterwards."""
 
 
 def publish_image(
@@ -119,8 +123,8 @@ def publish_image(
     others = [_describe(path, signing.shard_bytes) for path in _files(folder) if path.name != name]
     shard_bytes = shard_size(image.num_bytes, signing.shard_bytes)
     payload, sent = folder / (name + DELTA_SUFFIX), None
-    if delta is not None and _write_pieces(payload, delta.pieces, int(MAX_DELTA_SHARE * image.num_bytes)):
-        sent = Delta.copied_from(_describe(payload, shard_bytes))
+    if delta is not None:
+        sent = _write_pieces(payload, delta.pieces, int(MAX_DELTA_SHARE * image.num_bytes), shard_bytes)
     whole = whole or sent is None
     if whole and not (folder / name).exists():
         image.write(folder / name)
@@ -129,7 +133,7 @@ def publish_image(
     entry = FileEntry(
         name=name,
         num_bytes=image.num_bytes,
-        blake3=image.digest(),
+        blake3=image.digest() if delta is None or delta.hasher is None else delta.hasher.hexdigest(),
         codec="raw" if whole else "delta",
         shard_bytes=shard_bytes,
         shards=image.shard_digests(shard_bytes) if whole else (),
@@ -147,17 +151,30 @@ def publish_image(
     return sealed
 
 
-def _write_pieces(payload: Path, pieces: Iterable[bytes], max_bytes: int) -> bool:
-    """Writes a delta and returns True. If it exceeds `max_bytes`, reads it to its end, writes no file and returns False."""
-    total = 0
+def _write_pieces(payload: Path, pieces: Iterable[bytes], max_bytes: int, shard_bytes: int) -> Delta | None:
+    """Writes a delta and hashes it on the way. If it exceeds `max_bytes`, reads it to its end, writes no file and returns None."""
+    total = filled = 0
+    whole, shard, shards = blake3(), blake3(), list[str]()
     with remove_if_disk_full(payload), payload.open("wb") as out:
         for piece in pieces:
             total += len(piece)
-            if total <= max_bytes:
-                out.write(piece)
+            if total > max_bytes:
+                continue
+            out.write(piece)
+            whole.update(piece)
+            rest = memoryview(piece)
+            while rest:
+                if filled == shard_bytes:
+                    shards.append(shard.hexdigest())
+                    shard, filled = blake3(), 0
+                part = rest[: shard_bytes - filled]
+                shard.update(part)
+                filled, rest = filled + len(part), rest[len(part) :]
     if total > max_bytes:
         payload.unlink()
-    return total <= max_bytes
+        return None
+    shards.append(shard.hexdigest())
+    return Delta(num_bytes=total, blake3=whole.hexdigest(), shards=tuple(shards))
 
 
 def _mark_same(entry: FileEntry, before: Manifest) -> FileEntry:

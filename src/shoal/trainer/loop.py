@@ -225,9 +225,8 @@ class _TrainerRun:
         if checkpoint is None:
             self._begin()
             self._catch_up(None)
-            if (
-                self._checkpoints.covered is None
-            ):  # nobody has to wait for it: the model gives the same version 0 again
+            if self._checkpoints.covered is None:
+                # Nobody has to wait for it: the model gives the same version 0 again.
                 self._start_checkpoint(self._newest_report)
             return
         self._create_sites()
@@ -394,6 +393,7 @@ class _TrainerRun:
             self._metrics.write("rederived", version=version, checkpoint=first, differing_words=differing)
             self._checkpoint_at_s = time.monotonic()
         self._publisher.announce(manifest, report, rederived)
+        self._publisher.measure_distance(version)
         if report is not None:
             self._recorder.record(report)
         self._announced = version
@@ -414,11 +414,8 @@ class _TrainerRun:
             adapters = self._publisher.adapters(version) if self._config.lora_rank else []
             stays = self._config.lora_rank and not adapters
             goes_on = "the adapters made again" if stays else "the published weights"
-            self._log.warning(
-                f"the version made again differs from the published one; training continues from {goes_on}",
-                version=version,
-                differing_words=differing,
-            )
+            said = f"the version made again differs from the published one; training continues from {goes_on}"
+            self._log.warning(said, version=version, differing_words=differing)
             if adapters:
                 self._lockstep.take_adapters(adapters)
             elif not stays:
@@ -460,12 +457,14 @@ class _TrainerRun:
         if self._config.diloco is not None:
             self._checkpoints.finish(self._site.deadline_s)
         manifest = self._publisher.serve(folder, version)
-        moved = self._publisher.announce(manifest, report)
+        self._publisher.announce(manifest, report)
+        publish_s = time.monotonic() - started_s
         self._announced = version
+        moved = self._publisher.measure_distance(version)
         self._metrics.write(
             "published",
             version=version,
-            publish_s=round(time.monotonic() - started_s, 3),
+            publish_s=round(publish_s, 3),
             bytes=manifest.body.payload_bytes,
             **({} if moved is None else {"moved": round(moved, 5)}),
         )

@@ -32,7 +32,7 @@ from shoal.shardcast.adapter_delta import (
     is_adapter_payload,
 )
 from shoal.shardcast.archive import VersionArchive
-from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
+from shoal.shardcast.file_image import ChangedWords, FileImage, file_hasher, restore_image
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Signing, publish_image
 from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import VersionStore
@@ -172,10 +172,11 @@ class Publisher:
         assert before is not None, f"version {version - 1} is not served"
         image = self.diff.image
         if first is None:
-            pieces = image.change(changes)
+            hasher = file_hasher()
+            delta = ImageDelta(before.sealed.body, image.change(changes, hasher), hasher)
         else:
             image.replace(changes)
-            pieces = iter([encode_adapters(adapters, image.num_bytes)])
+            delta = ImageDelta(before.sealed.body, [encode_adapters(adapters, image.num_bytes)])
         with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
             folder = self._new_folder(version)
             publish_image(
@@ -184,7 +185,7 @@ class Publisher:
                 image,
                 version=version,
                 signing=self._signing,
-                delta=ImageDelta(before.sealed.body, pieces),
+                delta=delta,
                 # A node that joins late fetches version 0 and the adapters.
                 whole=first is None and version % self._settings.snapshot_every == 0,
             )
@@ -253,16 +254,14 @@ class Publisher:
         manifest: Sealed[Manifest],
         report: StepReport | None,
         rederived: Rederived | None = None,
-    ) -> float | None:
+    ) -> None:
         """Announces a version to the coordinator, which accepts the same version again after a crash.
 
-        Returns how far its weights are from those of the calibration; None if the run has none. A calibration that was repeated
-        meanwhile is announced with it.
+        A calibration that was repeated meanwhile is announced with it.
         """
-        version, moved, later = manifest.body.version, None, None
+        version, later = manifest.body.version, None
         if self._recalibration is not None:
-            doubt = self._ask_doubt() if version and self._recalibration.repeats else None
-            moved, later = self._recalibration.before_announcement(version, self.diff, doubt)
+            later = self._recalibration.before_announcement(version, self.diff)
         self._send(manifest, report, rederived, later)
         self._log.info(
             "version announced",
@@ -271,7 +270,17 @@ class Publisher:
             bytes_since_last=manifest.body.follow_bytes,
             origin=self.origin_url,
         )
-        return moved
+
+    def measure_distance(self, version: int) -> float | None:
+        """Returns how far the weights of the version, just announced, are from those of the calibration; None if the run has none.
+
+        Starts to measure its noise if that is due. Nobody waits for this: workers fetch the version meanwhile.
+        """
+        if self._recalibration is None or not self._recalibration.repeats:
+            return None
+        return self._recalibration.after_announcement(
+            version, self.diff, self._ask_doubt() if version else None
+        )
 
     def recalibrate(self) -> None:
         """Measures the newest version if work of it is in doubt, and announces it again with the new calibration.

@@ -9,13 +9,13 @@ noise rose by 7 % when the weights had moved by 0.01 %: a distance does not show
 intervals that grow because each step of training changes less than the ones before. If it rises faster, the coordinator says that
 work is in doubt (rules/cumulative_evidence.py), and the newest version is measured at once.
 
-Nothing waits for a measurement, except version 0 if supervised steps have moved it far: there is no work of it yet. The result
+Nothing waits for a measurement or a distance, which are taken after the announcement, except version 0 if supervised steps have moved it far: there is no work of it yet. The result
 judges the work of the version that is announced next, or of the newest one if the run waits for rollouts.
 """
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from shoal.background import BackgroundTask
 from shoal.model.builtin import copy_all_but_weights
@@ -80,6 +81,8 @@ class Recalibration:
         self._work = folder / "calibrating"
         self._reference = folder / "calibrated.safetensors"
         """The weights of the newest repeated calibration; the first one was measured with the run's model."""
+        self._sample: dict[str, Tensor] | None = None
+        """A sample of the calibrated weights, so that their file is not read again for every version."""
         self.close()
 
     def close(self) -> None:
@@ -92,23 +95,21 @@ class Recalibration:
         """Returns whether the run has a calibration that is ever repeated."""
         return bool(self._limit)
 
-    def before_announcement(
-        self, version: int, diff: WeightsDiff, doubt: NoiseDoubt | None = None
-    ) -> tuple[float | None, LaterNoise | None]:
-        """Returns how far a version is from the calibrated weights, and the calibration to announce with it, if a new one is complete.
-
-        Starts to measure this version if that is due. The distance is None in a run that has no calibration or never repeats it.
-        """
+    def before_announcement(self, version: int, diff: WeightsDiff) -> LaterNoise | None:
+        """Returns the calibration to announce with a version, if a new one is complete."""
         if not self.repeats:
-            return None, None
-        later = self.take(version)
+            return None
+        if version == 0:
+            self.measure_if_due(version, diff, None)
+            if self._running is not None:
+                self._running.task.wait()
+        return self.take(version)
+
+    def after_announcement(self, version: int, diff: WeightsDiff, doubt: NoiseDoubt | None = None) -> float:
+        """Returns how far a version is from the calibrated weights, and starts to measure it if that is due."""
         moved = self._distance(diff)
-        if later is None:  # its weights stay in `calibrating` until the coordinator has recorded it
-            self.measure_if_due(version, diff, doubt, moved)
-        if version == 0 and self._running is not None:
-            self._running.task.wait()
-            later = self.take(version)
-        return moved, later
+        self.measure_if_due(version, diff, doubt, moved)
+        return moved
 
     def measure_if_due(
         self, version: int, diff: WeightsDiff, doubt: NoiseDoubt | None, moved: float | None = None
@@ -169,6 +170,7 @@ class Recalibration:
         if later is not None:
             self._limit, self._newest = self._wanted, later.noise
             (self._work / WEIGHTS_FILE).replace(self._reference)
+            self._sample = None
             shutil.rmtree(self._work, ignore_errors=True)
 
     def refused(self, later: LaterNoise, error: Exception) -> None:
@@ -176,15 +178,20 @@ class Recalibration:
         self._failed(later.moved, later.measured_version, error)
 
     def _distance(self, diff: WeightsDiff) -> float:
+        if self._sample is None:
+            self._sample = self._sample_reference(diff)
+        return relative_distance(diff, self._sample)
+
+    def _sample_reference(self, diff: WeightsDiff) -> dict[str, Tensor]:
         if self._reference.exists():
             try:
-                return relative_distance(diff, self._reference)
+                return sample_file(self._reference, diff)
             except SafetensorError as error:  # a power cut: it is not flushed to disk
                 self._log.warning(
                     f"{self._reference} is damaged ({error}); distances are to the run's first model from now on"
                 )
                 self._reference.unlink()
-        return relative_distance(diff, self._model_folder / WEIGHTS_FILE)
+        return sample_file(self._model_folder / WEIGHTS_FILE, diff)
 
     def _failed(self, moved: float, version: int, error: Exception) -> None:
         self.close()
@@ -229,15 +236,27 @@ def next_repeat(measured: int) -> int:
     return repeat
 
 
-def relative_distance(diff: WeightsDiff, reference: Path) -> float:
-    """Returns the norm of (published weights - those of the file `reference`), relative to the norm of the latter."""
-    total = sum(place.num_words for place in diff.places.values())
-    step = max(1, total // SAMPLED_WORDS)
-    moved = norm = 0.0
-    with safe_open(reference, framework="pt") as file:
-        for name in diff.places.keys() & set(file.keys()):
-            now_N = diff.published(name).reshape(-1)[::step].to(torch.float64)
-            then_N = file.get_tensor(name).reshape(-1)[::step].to(torch.float64)
-            moved += float((now_N - then_N).square().sum())
-            norm += float(then_N.square().sum())
+def sampling_step(diff: WeightsDiff) -> int:
+    """Returns the distance of two words that are compared."""
+    return max(1, sum(place.num_words for place in diff.places.values()) // SAMPLED_WORDS)
+
+
+def sample_file(path: Path, diff: WeightsDiff) -> dict[str, Tensor]:
+    """Returns the words to compare of each tensor of the file that is also published."""
+    step = sampling_step(diff)
+    with safe_open(path, framework="pt") as file:
+        return {
+            name: file.get_tensor(name).reshape(-1)[::step].clone()
+            for name in diff.places.keys() & set(file.keys())
+        }
+
+
+def relative_distance(diff: WeightsDiff, sample: Mapping[str, Tensor]) -> float:
+    """Returns the norm of (published weights - those of the sample), relative to the norm of the latter."""
+    step, moved, norm = sampling_step(diff), 0.0, 0.0
+    for name, values_N in sample.items():
+        now_N = diff.published(name).reshape(-1)[::step].to(torch.float64)
+        then_N = values_N.to(torch.float64)
+        moved += float((now_N - then_N).square().sum())
+        norm += float(then_N.square().sum())
     return (moved / norm) ** 0.5 if norm else 0.0
