@@ -376,6 +376,22 @@ def test_a_relay_with_a_new_version_ends_the_wait(monkeypatch: pytest.MonkeyPatc
     assert watched(monkeypatch, answer, until=4, pause_s=3600.0) == [-1, 4]
 
 
+def test_a_version_that_is_never_announced_does_not_keep_the_questions_frequent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer failed in between: after a few early questions the coordinator is asked at its usual pace."""
+
+    def answer(after: int, stop: threading.Event) -> int:
+        if after < 4:
+            return 4
+        stop.wait()
+        raise Stopped("stopped")
+
+    began_s = time.monotonic()
+    watched(monkeypatch, answer, until=10, pause_s=0.3)
+    assert time.monotonic() - began_s > 4 * 0.3, "the last questions are 0.3 s apart"
+
+
 def test_a_relay_that_does_not_answer_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(after: int, stop: threading.Event) -> int:
         stop.wait()

@@ -1,6 +1,7 @@
 """A full disk at a relay, a client and a publisher: the error names folder and remedy, no half-written file is trusted, and
 work continues by itself when there is space."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,24 @@ def test_a_client_without_space_to_apply_a_delta(
     assert not (partial / ".model.safetensors.made").exists()
     filler.unlink()
     assert kit.file_bytes(fetch(sealed, [url], into="disk/client")) == changed
+
+
+def test_a_client_frees_the_recycled_file_before_it_reports_a_full_disk(
+    disk: Path, origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    """A version that is sent whole overwrites nothing: the space of the deleted version is needed for it."""
+    url = serve(origin.app)
+    for version in (1, 2):
+        fetch(origin.publish(version, weights(kit, version)), [url], into="disk/client")
+    assert shardcast.prune_versions(disk / "client", 1, recycle=True) == [1]
+    assert (disk / "client" / ".recycled").stat().st_size == WEIGHTS_BYTES
+    shutil.rmtree(origin.store.path(1))
+    sealed = origin.publish(3, weights(kit, 3))
+    fill(disk, leave=WEIGHTS_BYTES // 2)
+    folder = fetch(sealed, [url], into="disk/client", deadline_s=5.0)
+    assert kit.file_bytes(folder) == weights(kit, 3)
+    assert kit.file_bytes(disk / "client" / "v2") == weights(kit, 2)
+    assert not (disk / "client" / ".recycled").exists()
 
 
 def test_a_publisher_gets_an_error_and_may_publish_again(disk: Path, key: Key, kit: Any) -> None:

@@ -95,7 +95,7 @@ class FileImage:
     def change(self, changes: Iterable[ChangedWords], hasher: blake3 | None = None) -> Iterator[bytes]:
         """Writes the new words into the image and yields the delta, piece by piece. Updates `hasher` with the bytes of the new file.
 
-        `changes` has every range of the file once, in order. All ranges are changed, even if the caller stops reading.
+        `changes` has every range of the file once, in order. Read to the end: otherwise only some ranges are changed.
         """
         yield DELTA_HEAD.pack(MAGIC, self.num_bytes)
         ranges, done = list(changes), 0

@@ -198,6 +198,22 @@ def test_a_version_that_cannot_be_loaded_ahead_ends_nothing(swarm: Swarm, origin
     assert list(versions._loaded) == [0]
 
 
+def test_other_weights_under_the_same_number_are_not_loaded_ahead(swarm: Swarm, origin: str) -> None:
+    """A trainer that crashed published version 1 again: the manifest that was fetched ahead does not describe the folder any more."""
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    versions.get(0, lease)
+    held = swarm.store.get(1)
+    assert held is not None
+    client = swarm.client_of(swarm.key("validator"))
+    assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+    versions.get(2, lease)
+    folder = swarm.dir / "versions"
+    shutil.rmtree(folder / "v1")
+    shutil.copytree(folder / "v2", folder / "v1")
+    versions.load_ahead()
+    assert list(versions._loaded) == [0, 2]
+
+
 def test_a_claim_stops_the_fetch_ahead_of_another_version(swarm: Swarm, origin: str) -> None:
     versions, lease = make_versions(swarm), lease_on(swarm, origin)
     ahead = loaded_versions._FetchAhead(2, LinkedEvent(threading.Event()))

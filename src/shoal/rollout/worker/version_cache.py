@@ -203,11 +203,12 @@ class VersionCache:
         heartbeat_s = self._session.joined.heartbeat_s
         pause_s = min(MAX_ASK_PAUSE_S, max(MIN_ASK_PAUSE_S, heartbeat_s / ASKS_PER_HEARTBEAT))
         notice: BackgroundTask[int] | None = None
-        wait_s = pause_s
+        wait_s, heard = pause_s, self._heard_version
         while True:
             # A relay has a version a moment before the coordinator announces it, or long before if the trainer failed in between.
             is_early = self._heard_version > self._newest_version
-            wait_s = min(pause_s, 2 * wait_s if wait_s < pause_s else AFTER_NOTICE_S) if is_early else pause_s
+            early_s = AFTER_NOTICE_S if self._heard_version > heard else 2 * wait_s
+            wait_s, heard = min(pause_s, early_s) if is_early else pause_s, self._heard_version
             notice = self._wait_for_notice(notice, wait_s, stop)
             if stop.is_set():
                 return

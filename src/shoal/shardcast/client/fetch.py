@@ -107,6 +107,8 @@ def fetch_version(  # noqa: PLR0913 - what a fetch needs, by name
             )
             fetch.run()
         except DiskFull as reason:
+            # A version that is not built from deltas does not overwrite it, so it only takes space.
+            (into / RECYCLED_FILE).unlink(missing_ok=True)
             disk_full = str(reason)
             raise NotYet(disk_full) from None
         return fetch.partial

@@ -19,7 +19,7 @@ from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.net.http_client import Refused, SignedClient, Tickets, Unreachable
 from shoal.net.waiting import DeadlinePassed, LinkedEvent, Stopped
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
-from shoal.shardcast.manifest_files import version_folder
+from shoal.shardcast.manifest_files import find_manifest, version_folder
 from shoal.swarm.validator.prefill import CannotCheck, LoadedPolicy, Model
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
@@ -120,8 +120,11 @@ class LoadedVersions:
         try:
             self._fetched = None
             manifest = sealed.open(self._run_key)
-            if manifest.version not in self._loaded:
-                self._load_and_prune(version_folder(self._folder, manifest.version), manifest)
+            folder = version_folder(self._folder, manifest.version)
+            found = find_manifest(folder)
+            # A claim may have fetched other weights of this number since: the trainer crashed and published it again.
+            if manifest.version not in self._loaded and found is not None and found.yields_the_same(manifest):
+                self._load_and_prune(folder, manifest)
         except (*_UNAVAILABLE, RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
