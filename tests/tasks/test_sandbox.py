@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import struct
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.grading import sandbox
+from shoal.tasks.grading import sandbox, sandbox_child
 from shoal.tasks.grading.sandbox import (
     ALLOW_LIMITS,
     LEVELS,
@@ -306,6 +307,51 @@ def test_a_program_ends_when_its_monitor_is_killed(level: Level) -> None:
             assert os.read(one._output, 1) == b"", "no process has the other end"
     finally:
         server.close()
+
+
+@pytest.mark.skipif("namespace" not in levels(), reason="level namespace is not available here")
+def test_a_program_that_starts_while_its_monitor_is_killed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends only processes that asked for it. Here the program asks late."""
+    for part in sandbox._CODE:
+        shutil.copy(Path(sandbox.__file__).with_name(part), tmp_path)
+    child = tmp_path / "sandbox_child.py"
+    before, ask, after = child.read_text().partition(
+        "            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n"
+    )
+    child.write_text(f"{before}            time.sleep(1)\n{ask}{after}")
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    server = SandboxServer("namespace")
+    try:
+        source = "print('runs', flush=True)\nimport time\ntime.sleep(1000)"
+        with server.start("script", source, replace(LIMITS, wall_s=60.0)) as one:
+            time.sleep(0.5)
+            os.kill(server.pid or 0, signal.SIGKILL)
+            assert select.select([one._output], [], [], 20)[0]
+            assert os.read(one._output, 5) == b"", "the program does not run"
+    finally:
+        server.close()
+
+
+ALARMS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("alarm", ALARMS)
+def test_an_alarm_without_a_handler_ends_a_program_at_every_level(level: Level, alarm: str) -> None:
+    source = (
+        "import signal, time\n{handler}\n"
+        f"signal.setitimer(signal.{alarm}, 0.05)\n"
+        "began = time.process_time()\nwhile time.process_time() - began < 0.4: pass\nprint('done')"
+    )
+    ended = run_script(source.format(handler=""), b"", limits=LIMITS, level=level)
+    assert ended.status != 0 and not ended.output
+    handler = (
+        "[signal.signal(one, lambda *_: None) for one in (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)]"
+    )
+    ended = run_script(source.format(handler=handler), b"", limits=LIMITS, level=level)
+    assert ended == ScriptResult(0, b"done\n")
 
 
 def test_a_program_may_print_while_it_is_called() -> None:
@@ -621,6 +667,32 @@ def test_a_program_that_hides_its_busy_children_is_wrong() -> None:
     server = SandboxServer(best_level())
     try:
         with server.start("script", _HIDES_CHILDREN, SandboxLimits(cpu_s=30, wall_s=4.0)) as one:
+            ended = one.wait()
+        assert ended.status == TIMED_OUT and not ended.starved
+    finally:
+        server.close()
+        os.sched_setaffinity(0, processors)
+
+
+_LEAVES_CHILDREN = {
+    "to the monitor": "import ctypes\nlibc = ctypes.CDLL(None)\nfor _ in range(6):\n"
+    f"    if not libc.syscall({sandbox_child._CLONE[os.uname().machine]}, 0x8000 | 17, 0, 0, 0, 0): break\n",
+    "when their parent ends": "import os\nfor _ in range(6):\n    pid = os.fork()\n    if not pid:\n"
+    "        if os.fork(): os._exit(0)\n        break\n    os.waitpid(pid, 0)\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in levels() if level != "gvisor"])
+@pytest.mark.parametrize("source", _LEAVES_CHILDREN.values(), ids=_LEAVES_CHILDREN.keys())
+def test_a_program_that_leaves_busy_children_is_wrong(source: str, level: Level) -> None:
+    """Their parent is then the monitor (CLONE_PARENT is 0x8000), where no namespace keeps them."""
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(processors)})
+    server = SandboxServer(level)
+    try:
+        limits = SandboxLimits(cpu_s=30, wall_s=1.0)
+        with server.start("script", f"{source}while True: pass", limits) as one:
             ended = one.wait()
         assert ended.status == TIMED_OUT and not ended.starved
     finally:

@@ -89,8 +89,7 @@ def main(level: str, folder: str) -> NoReturn:
     code = calls.filter_program(os.uname().machine)
     for name in WARM:
         importlib.import_module(name)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     proc = os.open("/proc", os.O_RDONLY)
     host = {"proc": proc, "mapped_bytes": mapped_bytes, "filter": code, "level": level}
     if code is None or not _build_server(level, folder):
@@ -214,14 +213,8 @@ def _make_read_only(target: str, *, strict: bool) -> None:
 
 def needed_folders() -> list[str]:
     """Returns the folders of the standard library and its shared libraries, without folders inside others."""
-    wanted = {
-        os.path.dirname(os.__file__),
-        f"{sys.base_prefix}/lib",
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-    }
+    library = (os.path.dirname(os.__file__), f"{sys.base_prefix}/lib")
+    wanted = {*library, "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
     found = sorted((path for path in wanted if os.path.exists(path)), key=lambda path: (len(path), path))
     outer = [path for path in found if not os.path.islink(path)]
     return [path for path in found if not any(path.startswith(f"{other}/") for other in outer)]
@@ -253,10 +246,13 @@ class Monitor:
         signal.set_wakeup_fd(wakeup_fd)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.poll.register(self._ended_fd, select.POLLIN)
+        self._pidfd: list[int] = []
+        with contextlib.suppress(OSError):  # gVisor has none
+            self._pidfd.append(os.pidfd_open(os.getpid()))
 
     def start(self, job: Job, fds: list[int]) -> None:
         """Starts a program, or sends the result that it could not be started. Closes all files of the job but the status socket."""
-        status_fd = fds[0]
+        status_fd, job["monitor"] = fds[0], self._pidfd
         # A user id that no other process has: limits count and signals reach only the program's processes.
         job["uid"] = None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
         if job["level"] == "limits":
@@ -346,10 +342,7 @@ def _fork(namespaces: int) -> int:
     """Forks a child process into new namespaces. With os.fork(), after unshare(), a process could do so only once."""
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = int(_PYTHON_LIBC.syscall(_CLONE[os.uname().machine], namespaces | signal.SIGCHLD, 0, 0, 0, 0))
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    ctypes.pythonapi["PyOS_AfterFork_Parent" if pid else "PyOS_AfterFork_Child"]()
     if pid < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"clone: {os.strerror(number)}")
@@ -392,7 +385,7 @@ class Running:
             # A fifth of a processor at most: /tmp may hold many files of others.
             self._disk_look_s = time.monotonic() + max(DISK_WATCH_S, 4 * (time.monotonic() - now_s))
         # Time in which the program was ready to run, but the machine was busy with others, does not count.
-        found_s = files.waited_s(self._pid, job["proc"])
+        found_s = files.waited_s(self._pid, job["proc"], adopts=job["level"] not in _OWN_PROCESSES)
         if found_s is not None and self._before_s is not None:
             self._waited_s += found_s - self._before_s
         self._before_s = found_s
@@ -432,7 +425,7 @@ def _be_program(job: Job, source_fd: int, pipe: list[int], run: Callable[[str, l
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     _limit(job)
-    _close_all_but({0, 1, 2, *pipe})
+    _close_all_but({0, 1, 2, *pipe, *job["monitor"]})
     if uid is not None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -441,8 +434,15 @@ def _be_program(job: Job, source_fd: int, pipe: list[int], run: Callable[[str, l
     _call("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", 0, 0, 0, 0, 0, 0))
     # Again: changing the user cleared it. If the monitor is killed, so are all processes of the program.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The monitor may have ended before, and this process would run without a limit of time.
+    if select.select(job["monitor"], [], [], 0)[0]:
+        os._exit(1)
+    for fd in job["monitor"]:
+        os.close(fd)
     # Processes of the same user must not read the memory of this one: the tests' sandbox has the tests in it.
     _prctl(_PR_SET_DUMPABLE, 0)
+    for number in (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF):
+        _LIBC.signal(number, _LIBC._exit)  # without a handler, process 1 would ignore them
     filter_calls(job["filter"])
     run(source, pipe)
     os._exit(1)

@@ -122,10 +122,16 @@ def _delete_files(folder: int, top: int) -> list[str]:
 # -- processes --------------------------------------------------------------------------------------------
 
 
-def waited_s(program: int, proc: int) -> float | None:
-    """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it."""
+def waited_s(program: int, proc: int, *, adopts: bool) -> float | None:
+    """Returns the seconds for which the program waited for a processor; None if its own threads or processes may have used it.
+
+    `adopts` says that this process has one program, and is the parent of processes which that program started and left.
+    """
+    own = os.getpid()
     try:
         if _read_at(proc, f"{program}/task/{program}/children").strip():
+            return None
+        if adopts and _read_at(proc, f"{own}/task/{own}/children").split() != [str(program)]:
             return None
         fields = _read_at(proc, f"{program}/status").partition("Threads:")[2].split()
         _, waited_ns, _ = _read_at(proc, f"{program}/schedstat").split()
