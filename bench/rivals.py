@@ -311,6 +311,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
             rows = tensor.view(heads[parts[-2]], 2, -1, tensor.shape[1])
             tensor = rows.transpose(1, 2).reshape(tensor.shape)
         target = names.get_name(name, try_suffixes=(".weight",))
+        assert target is not None, f"gguf has no name for {name}"
         if tensor.dim() == 1 or dtype == "float32":
             writer.add_tensor(target, tensor.float().numpy())
         else:

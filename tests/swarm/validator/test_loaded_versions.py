@@ -175,24 +175,25 @@ def test_an_idle_validator_loads_what_was_fetched_ahead(swarm: Swarm, origin: st
         versions.get(2, lease_on(swarm, origin, digest="1" * 64))
 
 
-def test_the_only_version_in_memory_is_not_replaced_ahead_of_a_claim(swarm: Swarm, origin: str) -> None:
-    versions, lease = make_versions(swarm, max_loaded=1), lease_on(swarm, origin)
+def load_first_and_fetch_next(swarm: Swarm, versions: LoadedVersions, lease: Lease) -> None:
+    """Loads version 0 for a claim, and fetches version 1 ahead of one."""
     versions.get(0, lease)
     held = swarm.store.get(1)
     assert held is not None
     client = swarm.client_of(swarm.key("validator"))
     assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+
+
+def test_the_only_version_in_memory_is_not_replaced_ahead_of_a_claim(swarm: Swarm, origin: str) -> None:
+    versions, lease = make_versions(swarm, max_loaded=1), lease_on(swarm, origin)
+    load_first_and_fetch_next(swarm, versions, lease)
     versions.load_ahead()
     assert list(versions._loaded) == [0]
 
 
 def test_a_version_that_cannot_be_loaded_ahead_ends_nothing(swarm: Swarm, origin: str) -> None:
     versions, lease = make_versions(swarm), lease_on(swarm, origin)
-    versions.get(0, lease)
-    held = swarm.store.get(1)
-    assert held is not None
-    client = swarm.client_of(swarm.key("validator"))
-    assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+    load_first_and_fetch_next(swarm, versions, lease)
     shutil.rmtree(swarm.dir / "versions" / "v1")
     versions.load_ahead()
     assert list(versions._loaded) == [0]
@@ -201,11 +202,7 @@ def test_a_version_that_cannot_be_loaded_ahead_ends_nothing(swarm: Swarm, origin
 def test_other_weights_under_the_same_number_are_not_loaded_ahead(swarm: Swarm, origin: str) -> None:
     """A trainer that crashed published version 1 again: the manifest that was fetched ahead does not describe the folder any more."""
     versions, lease = make_versions(swarm), lease_on(swarm, origin)
-    versions.get(0, lease)
-    held = swarm.store.get(1)
-    assert held is not None
-    client = swarm.client_of(swarm.key("validator"))
-    assert versions._fetch_before_claims(held.sealed, RelayChoice(()), client.stop)
+    load_first_and_fetch_next(swarm, versions, lease)
     versions.get(2, lease)
     folder = swarm.dir / "versions"
     shutil.rmtree(folder / "v1")
