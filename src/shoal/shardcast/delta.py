@@ -39,7 +39,8 @@ CHUNK_WORDS = 1 << 21
 """Words in a chunk (4 MiB). Part of the format: positions in a chunk fit 3 varint bytes. Memory use is a few chunks."""
 ZSTD_LEVEL = 1
 NUM_THREADS = max(2, min(4, (os.cpu_count() or 2) // 4))
-"""Threads that compute chunks while another hashes them. With two, hashing is the bottleneck on three cores."""
+"""Threads that compute chunks while another hashes them: a quarter of the cores, but two to four. With two, hashing is the bottleneck on
+three cores."""
 DELTA_HEAD = struct.Struct("<8sQ")
 """Magic and size of the file that the delta is for; chunks follow."""
 _CHUNK = struct.Struct("<5I")
@@ -93,7 +94,7 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path, *, reuse: Path
     """Applies the payloads to `old`, one after the other, writes the result to `into` and returns its BLAKE3 digest.
 
     Threads read, change and write chunks; this one hashes them in order. A file `reuse` that nobody reads any more becomes `into`
-    and is overwritten: the kernel then needs no new pages. Raises CorruptData on an invalid payload.
+    and is overwritten, which needs no new pages of memory. Raises CorruptData on an invalid payload.
     """
     if any(is_adapter_payload(path) for path in payloads):
         return _apply_one_by_one(old, payloads, into)
@@ -186,30 +187,26 @@ def encode_changes(places: npt.NDArray[np.integer[Any]], differences: Words, num
     gaps = np.empty_like(places)
     np.subtract(places[1:], places[:-1], out=gaps[1:])
     gaps -= 1
-    filled = np.flatnonzero(bounds[1:] > firsts)
+    filled = np.flatnonzero(
+        bounds[1:] > firsts
+    )  # chunks with changes; the first gap of each begins at the chunk
     gaps[firsts[filled]] = places[firsts[filled]] - starts[filled]
     steps = differences.view(np.int16)
     zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
     streams = [_to_varints(gaps, bounds), _to_varints(zigzag, bounds)]
-    # One compressor per call, because compressors are not thread-safe.
-    frames: list[Any] = [b""] * (2 * starts.size)
-    for at, frame in zip(
-        [2 * chunk + kind for chunk in filled for kind in range(2)],
-        _compress([streams[kind][chunk] for chunk in filled for kind in range(2)]),
-        strict=True,
-    ):
-        frames[at] = frame
-    pieces = list[Any]()
-    for chunk in range(starts.size):
+    frames = iter(_compress([stream[chunk] for chunk in filled for stream in streams]))
+    pieces: list[Any] = []
+    for chunk, num_changes in enumerate(np.diff(bounds)):
         sizes = [len(stream[chunk]) for stream in streams]
-        two = frames[2 * chunk : 2 * chunk + 2]
-        pieces += [_CHUNK.pack(bounds[chunk + 1] - bounds[chunk], *sizes, *map(len, two)), *two]
+        gap_frame, step_frame = (next(frames), next(frames)) if num_changes else (b"", b"")
+        head = _CHUNK.pack(num_changes, *sizes, len(gap_frame), len(step_frame))
+        pieces += [head, gap_frame, step_frame]
     return b"".join(pieces)
 
 
 def _compress(streams: Sequence[npt.NDArray[np.uint8]]) -> list[Any]:
     """Returns a zstd frame of each stream, none of which is empty."""
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)  # one per call: compressors are not thread-safe
     buffers: list[Any] = list(streams)
     if not buffers or "multi_compress_to_buffer" not in zstandard.backend_features:
         return [compressor.compress(one) for one in buffers]

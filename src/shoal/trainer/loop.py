@@ -414,8 +414,10 @@ class _TrainerRun:
             adapters = self._publisher.adapters(version) if self._config.lora_rank else []
             stays = self._config.lora_rank and not adapters
             goes_on = "the adapters made again" if stays else "the published weights"
-            said = f"the version made again differs from the published one; training continues from {goes_on}"
-            self._log.warning(said, version=version, differing_words=differing)
+            message = (
+                f"the version made again differs from the published one; training continues from {goes_on}"
+            )
+            self._log.warning(message, version=version, differing_words=differing)
             if adapters:
                 self._lockstep.take_adapters(adapters)
             elif not stays:

@@ -112,7 +112,7 @@ def main(level: str, folder: str) -> NoReturn:
 
 
 def _serve_isolated(server: socket.socket, monitor: "Monitor", host: Job) -> NoReturn:
-    """Is the monitor of all jobs itself, until the socket is closed; that ends all programs that still run."""
+    """Starts and watches the programs of all jobs until the socket is closed. Its end also ends the programs that still run."""
     monitor.poll.register(server, select.POLLIN)
     while True:
         if server.fileno() not in monitor.wait():
@@ -294,7 +294,7 @@ def _send(status_fd: int, status: int, *, starved: bool = False, error: str = ""
 
 
 def _use_folder(job: Job) -> None:
-    """Gives a job a folder, and its monitor the orphaned processes, where there are no mount namespaces."""
+    """Gives a job a folder, and makes its monitor the parent of orphaned processes, where there are no mount namespaces."""
     if job["level"] == "gvisor":
         _call("unshare", _PROCESSES)
         job["folder"] = f"/tmp/{job['uid']}"

@@ -9,8 +9,9 @@ noise rose by 7 % when the weights had moved by 0.01 %: a distance does not show
 intervals that grow because each step of training changes less than the ones before. If it rises faster, the coordinator says that
 work is in doubt (rules/cumulative_evidence.py), and the newest version is measured at once.
 
-Nothing waits for a measurement or a distance, which are taken after the announcement, except version 0 if supervised steps have moved it far: there is no work of it yet. The result
-judges the work of the version that is announced next, or of the newest one if the run waits for rollouts.
+Measurements and distances are taken after an announcement, so that it does not wait for them. Version 0 does, if supervised steps have
+moved it far: there is no work of it yet. The result judges the work of the version that is announced next, or of the newest one if the
+run waits for rollouts.
 """
 
 import shutil
@@ -237,7 +238,7 @@ def next_repeat(measured: int) -> int:
 
 
 def sampling_step(diff: WeightsDiff) -> int:
-    """Returns the distance of two words that are compared."""
+    """Returns n so that one in n words is compared."""
     return max(1, sum(place.num_words for place in diff.places.values()) // SAMPLED_WORDS)
 
 
