@@ -4,8 +4,8 @@
     python bench/step_pace.py --steps 400 --seeds 3
     python bench/step_pace.py --rebuild 1000                 a real file of 1,000 MB, of which a tenth of the words changed
 
-The coordinator is real (virtual_run.py): its planning, leases and batches. Times of the other roles are those of the ledger in
-results/gsm8k-swarm. Prints for each setting the mean step, the share of time in which workers generate, groups that became
+The coordinator is real (virtual_run.py): its planning, leases and batches. Times of the other roles are those of the run of
+log/2026-11-19-swarm-gsm8k-h200.md, read from its ledger. Prints for each setting the mean step, the share of time in which workers generate, groups that became
 stale for each step, and how often a step waited for rollouts. With --rebuild, the seconds from "the delta is here" to "the new
 file is verified", into a new file and over a recycled one.
 """
